@@ -47,7 +47,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Runtime:
-    """Everything that one rank of an island works with. Only the leader has metrics and a speed meter."""
+    """Everything that one rank of an island works with. Only the leader has metrics and a speed
+    meter.
+    """
 
     config: RunConfig
     island: IslandConfig
@@ -120,7 +122,10 @@ def describe_reading(config: RunConfig) -> str:
     """Describe the settings of reading that a stage may change."""
     weights = ", ".join(f"{entry.name} {entry.weight:g}" for entry in config.data.mixture)
     shares = f"; weights {weights}" if weights else ""
-    return f"steps of {config.optimizer.tokens_per_step} tokens, sequences of {config.data.seq_len}{shares}"
+    return (
+        f"steps of {config.optimizer.tokens_per_step} tokens, sequences of "
+        f"{config.data.seq_len}{shares}"
+    )
 
 
 def build_trainer(
@@ -147,7 +152,9 @@ def build_trainer(
     model = resolve_model(config.model, corpus.vocab_size)
     if isinstance(model, OwnModel):
         masks_documents = config.data.document_mask
-        check_own_model(model, degrees, island.parallel, settings.seq_len, masks_documents=masks_documents)
+        check_own_model(
+            model, degrees, island.parallel, settings.seq_len, masks_documents=masks_documents
+        )
     mesh = IslandMesh(degrees, torch.device(device).type)
     if isinstance(model, ModelSizes) and mesh.world.get_rank() == 0:
         for obstacle in find_export_obstacles(model, optimizer.balance.bias_speed):
@@ -159,14 +166,22 @@ def build_trainer(
 def of_all_islands(config: RunConfig, num_islands: int) -> RunConfig:
     """Return the config of data-parallel training, whose steps take the tokens of all islands."""
     tokens = config.optimizer.tokens_per_step * num_islands
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"tokens_per_step": tokens})})
+    return config.model_copy(
+        update={"optimizer": config.optimizer.model_copy(update={"tokens_per_step": tokens})}
+    )
 
 
 @contextmanager
 def open_runtime(
-    config: RunConfig, island: IslandConfig, ranks: RankGroup, device: str, folder: Path, shared: Shared | None = None
+    config: RunConfig,
+    island: IslandConfig,
+    ranks: RankGroup,
+    device: str,
+    folder: Path,
+    shared: Shared | None = None,
 ) -> Iterator[Runtime]:
-    """Build the runtime of one rank and open its network connections. Every rank of the island must enter it.
+    """Build the runtime of one rank and open its network connections. Every rank of the island must
+    enter it.
 
     `shared` is given if other islands run in this process.
     """
@@ -176,13 +191,21 @@ def open_runtime(
         trainer = build_trainer(config, island, vocabulary, device)
         speed = build_mfu_meter(config, island, vocabulary, device) if ranks.is_leader else None
         activity = ActivityMonitor(island.watchdog_seconds)
-        moments = None if config.outer.moments is None else ParamsAndMoments(trainer.params, trainer.optimizers)
+        moments = (
+            None
+            if config.outer.moments is None
+            else ParamsAndMoments(trainer.params, trainer.optimizers)
+        )
         opening = open_participation(
             config,
             island,
             ranks,
             folder,
-            with_buffers(moments or trainer.params, trainer.buffer_specs, list(saved_buffers(trainer.model_parts))),
+            with_buffers(
+                moments or trainer.params,
+                trainer.buffer_specs,
+                list(saved_buffers(trainer.model_parts)),
+            ),
             Equipment(str(resolve_degrees(island.mesh, island.ranks)), device, activity),
             moments=moments,
             wait_for_corpus=wait_for_corpus,
@@ -201,7 +224,9 @@ def open_runtime(
             trainer=trainer,
             participation=participation,
             speed=speed,
-            checkpoints=stack.enter_context(open_checkpoints(config, island, folder, trainer, participation.outer)),
+            checkpoints=stack.enter_context(
+                open_checkpoints(config, island, folder, trainer, participation.outer)
+            ),
             profiler=stack.enter_context(Profiler(island.profile, folder / "profile", ranks.rank)),
             slow_down=partial(slow_down, participation.hooks),
             activity=activity,
@@ -215,8 +240,8 @@ def open_runtime(
 
 
 def watch_buffers(trainer: Trainer) -> BufferWatch:
-    """Return the watch over the buffers of an own model that none of its modules names. Our own decoder
-    has no other buffers that change.
+    """Return the watch over the buffers of an own model that none of its modules names. Our own
+    decoder has no other buffers that change.
     """
     own = [part for part in trainer.model_parts if not isinstance(part, Transformer)]
     named = {buffer.name for buffer in saved_buffers(own)}
@@ -224,7 +249,9 @@ def watch_buffers(trainer: Trainer) -> BufferWatch:
     return BufferWatch(others, "name them in `saved_buffers` of their modules (docs/extending.md)")
 
 
-def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int, int]] = ()) -> IslandBatches:
+def build_batches(
+    config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int, int]] = ()
+) -> IslandBatches:
     """Return the corpus in the order in which the run's islands read it after these borders.
 
     The borders are those of the stages so far. Raises InputError if there is too little of the
@@ -236,12 +263,16 @@ def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int
         stages = [read_stage(at_stage(config, number)) for number in range(len(config.stages))]
         start = find_stage_start(stages, borders, config.reading_seed)
         weights = stages[len(borders)].weights
-        texts = [replace(text, weight=weight) for text, weight in zip(corpus.texts, weights, strict=True)]
+        texts = [
+            replace(text, weight=weight) for text, weight in zip(corpus.texts, weights, strict=True)
+        ]
         corpus = replace(corpus, texts=tuple(texts))
         config = at_stage(config, len(borders))
     seq_len = config.data.seq_len
     num_sequences = config.optimizer.tokens_per_step // seq_len
-    return IslandBatches(corpus, seq_len, config.reading_seed, config.outer.start_islands, num_sequences, start)
+    return IslandBatches(
+        corpus, seq_len, config.reading_seed, config.outer.start_islands, num_sequences, start
+    )
 
 
 def read_stage(config: RunConfig) -> StageReading:

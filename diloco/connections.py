@@ -51,11 +51,15 @@ def open_connections(
     Every rank of the island must enter it. `shared` is given if other islands run in this process.
     """
     # An island that is alone in its process has a hub, the loopback network, for itself.
-    hub, event_loop = (Hub(), EventLoopThread()) if shared is None else (shared.hub, shared.event_loop)
+    hub, event_loop = (
+        (Hub(), EventLoopThread()) if shared is None else (shared.hub, shared.event_loop)
+    )
     with ExitStack() as stack:
         if shared is None:
             stack.callback(event_loop.close)
-        network = connect(config, ranks, event_loop, build_network_settings(config, island, ranks, folder, hub))
+        network = connect(
+            config, ranks, event_loop, build_network_settings(config, island, ranks, folder, hub)
+        )
         stack.callback(close_network, network, event_loop)
         yield network, event_loop
 
@@ -77,13 +81,16 @@ def build_network_settings(
         names_path=folder / NAMES_FILE if ranks.is_leader else None,
         ban_files=[folder / BANNED_FILE, folder.parent / BANNED_FILE],
         # The nodes of an island share its folder, and each has a libp2p daemon with its own key.
-        identity_path=folder / ("identity.key" if ranks.is_leader else f"identity-{ranks.rank}.key"),
+        identity_path=folder
+        / ("identity.key" if ranks.is_leader else f"identity-{ranks.rank}.key"),
         hub=hub,
         **{name: getattr(island, name) for name in names},
     )
 
 
-def connect(config: RunConfig, ranks: RankGroup, event_loop: EventLoop, settings: NetworkSettings) -> Network:
+def connect(
+    config: RunConfig, ranks: RankGroup, event_loop: EventLoop, settings: NetworkSettings
+) -> Network:
     """Open the rank's connections to other islands.
 
     The leader checks that they run the same config. The leader opens first, then the first rank of
@@ -96,7 +103,9 @@ def connect(config: RunConfig, ranks: RankGroup, event_loop: EventLoop, settings
     for turn in ("leader", "first of node", "others"):
         if turn == my_turn:
             network = event_loop.run(
-                open_network(config.outer.transport, replace(settings, daemon_address=daemon_address))
+                open_network(
+                    config.outer.transport, replace(settings, daemon_address=daemon_address)
+                )
             )
         daemon_address = ranks.gather(network.daemon_address if network else None)[first]
     assert network is not None
@@ -136,7 +145,9 @@ def check_same_run(ours: RunConfig, theirs: str | None) -> None:
         )
     for path in find_other_code(ours, run):
         log.warning(
-            "the file of %s differs from the file of the island that connected last: compare their results", path
+            "the file of %s differs from the file of the island that connected last: compare their "
+            "results",
+            path,
         )
 
 

@@ -5,7 +5,9 @@ FINAL_STATUS = 78
 
 
 class ConfigError(ValueError):
-    """The config cannot be used. The text says which value, where, what is allowed and how to fix it."""
+    """The config cannot be used. The text says which value, where, what is allowed and how to fix
+    it.
+    """
 
 
 class FolderInUse(ConfigError):

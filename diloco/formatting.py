@@ -1,4 +1,6 @@
-"""Formats and parses numbers with units for people. Units are decimal, as in link rates: 1 MB is 10^6 bytes."""
+"""Formats and parses numbers with units for people. Units are decimal, as in link rates: 1 MB is
+10^6 bytes.
+"""
 
 import math
 import re
@@ -39,7 +41,13 @@ def percent(share: float) -> str:
 def human_duration(seconds: float) -> str:
     """Format `0.0123` as `12.3 ms`, and `200000` as `2 d 7 h`."""
     if seconds < 1:
-        return f"{1000 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us" if seconds else "0"
+        return (
+            f"{1000 * seconds:.3g} ms"
+            if seconds >= 1e-3
+            else f"{1e6 * seconds:.0f} us"
+            if seconds
+            else "0"
+        )
     if seconds < 48 * 3600:
         return human_seconds(seconds)
     hours = round(seconds / 3600)
@@ -68,7 +76,10 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines with the cells in columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(cells))
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(cells)
+        )
         for cells in (list(zip(row, widths, strict=True)) for row in rows)
     ]
 
@@ -88,11 +99,14 @@ def parse_bits_per_second(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Parse `50ms` as 0.05. The time may be 0. Raises ConfigError, which does not name the place of the text."""
+    """Parse `50ms` as 0.05. The time may be 0. Raises ConfigError, which does not name the place of
+    the text.
+    """
     seconds = _parse(text, SECONDS)
     if seconds is None:
         raise ConfigError(
-            f"{text!r} is not a time; allowed: a number and one of {', '.join(SECONDS)}, for example 50ms or 0.2s"
+            f"{text!r} is not a time; allowed: a number and one of {', '.join(SECONDS)}, for "
+            "example 50ms or 0.2s"
         )
     return seconds
 

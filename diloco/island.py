@@ -1,8 +1,10 @@
-"""The loop of one island: enter the run -> (inner steps -> round) x rounds -> leave. Read this first.
+"""The loop of one island: enter the run -> (inner steps -> round) x rounds -> leave. Read this
+first.
 
-Every rank of the island runs `run`, in step with the others. assemble.py builds what it works with, island_rounds/
-says when rounds are launched and land, island_duties/ what the island does around them, and outer/loop.py describes a
-round. With `outer.wait_for: quorum` rounds and duties are other ones, and the loop is the same.
+Every rank of the island runs `run`, in step with the others. assemble.py builds what it works with,
+island_rounds/ says when rounds are launched and land, island_duties/ what the island does around
+them, and outer/loop.py describes a round. With `outer.wait_for: quorum` rounds and duties are other
+ones, and the loop is the same.
 """
 
 import time
@@ -26,7 +28,10 @@ def run(runtime: Runtime) -> None:
     runtime.participation.record_entry(outer.position)
     runtime.enter_stage(outer.position.ledger)
     duties = build_duties(runtime, has_saved=resumed is not None)
-    if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
+    if resumed is not None and (resumed.round, resumed.digest) == (
+        outer.position.round,
+        outer.digest,
+    ):
         duties.rounds.resume(resumed.point)
     else:
         runtime.participation.count_moments()
@@ -60,7 +65,8 @@ def train_rounds(runtime: Runtime, duties: Duties) -> None:
 
 
 def train(runtime: Runtime) -> StepResult:
-    """Make one inner step, measure and record it. Its seconds include the wait for a turn to compute.
+    """Make one inner step, measure and record it. Its seconds include the wait for a turn to
+    compute.
 
     Raises TrainingStopped if the losses do not become finite.
     """

@@ -39,7 +39,8 @@ def spike_text(result: StepResult, spike: Spike) -> str:
         "rewind": "the step was skipped, and the island went on from the global params",
     }
     return (
-        f"inner step {result.step}: loss {result.loss:.4f}, {spike.deviations:.1f} standard deviations above the mean "
+        f"inner step {result.step}: loss {result.loss:.4f}, {spike.deviations:.1f} standard "
+        "deviations above the mean "
         f"of the steps before; {fates[spike.action]}"
     )
 
@@ -55,14 +56,15 @@ def overflow_text(result: StepResult, next_scale: float) -> str:
 def collapse_text(result: StepResult, layer: int) -> str:
     """Return the logbook's text about a layer whose tokens go to one expert."""
     return (
-        f"inner step {result.step}: for {COLLAPSED_STEPS} steps, one expert of layer {layer} got more than half of the "
+        f"inner step {result.step}: for {COLLAPSED_STEPS} steps, one expert of layer {layer} got "
+        "more than half of the "
         "tokens; raise optimizer.balance.bias_speed, or set optimizer.balance.sequence_loss"
     )
 
 
 def record_round(runtime: Runtime, progress: Progress, landing: Landing, ledger: Ledger) -> None:
-    """Record the committed attempt, with the times of the island's ranks, and warn once of buffers that
-    change and are each island's own. Every rank calls it together.
+    """Record the committed attempt, with the times of the island's ranks, and warn once of buffers
+    that change and are each island's own. Every rank calls it together.
     """
     times = gather_times(runtime.times, runtime.outer.replica.ranks)
     runtime.participation.record_round(progress, landing, ledger, times)

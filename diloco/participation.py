@@ -15,7 +15,13 @@ from pathlib import Path
 
 from diloco.alerts.watch import watch_for_alerts
 from diloco.config.check import count_experts_per_token
-from diloco.config.schema import IslandConfig, RunConfig, most_tokens_per_step, stage_rounds, stage_tokens
+from diloco.config.schema import (
+    IslandConfig,
+    RunConfig,
+    most_tokens_per_step,
+    stage_rounds,
+    stage_tokens,
+)
 from diloco.connections import Shared, open_connections
 from diloco.faults.self_inflicted import build_hooks
 from diloco.records.logbook import Logbook
@@ -74,13 +80,16 @@ class Participation:
         self.book.note(name, text)
 
     def record_entry(self, position: Position) -> None:
-        """Record the position at which the island starts, or goes on after it has taken others' state."""
+        """Record the position at which the island starts, or goes on after it has taken others'
+        state.
+        """
         self.on_entry()
         digest = self.outer.digest[:12]
         self.event("joined", f"round {position.round}, {position.tokens} tokens, digest {digest}")
 
     def record_catch_up(self, caught: CaughtUp, progress: Progress, position: Position) -> None:
-        """Record that the island has taken another island's state, and whether its progress was kept.
+        """Record that the island has taken another island's state, and whether its progress was
+        kept.
 
         If it was dropped, averaged moments are those of the taken state, and are corrected for it.
         """
@@ -91,7 +100,11 @@ class Participation:
             self.count_moments()
 
     def record_round(
-        self, progress: Progress, landing: Landing, ledger: Ledger, times: list[list[float]] | None = None
+        self,
+        progress: Progress,
+        landing: Landing,
+        ledger: Ledger,
+        times: list[list[float]] | None = None,
     ) -> None:
         """Record the committed attempt, and what was refused from peers since the last one.
 
@@ -108,13 +121,18 @@ class Participation:
         """Record that inner steps count for nothing: their text is leased to others, a stage has
         ended, or the round went back.
         """
-        why = "their text is leased to this island no longer, or the round went back to an earlier state"
+        why = (
+            "their text is leased to this island no longer, or the round went back to an "
+            "earlier state"
+        )
         self.event("dropped", f"{progress.steps} inner steps: {why}")
 
     def record_ledger(self) -> None:
         """Record at the end how much of the text the run has trained on."""
         text = self.outer.position.ledger
-        self.event("account", f"{text.trained} units of text trained; {text.open} reserved and not used")
+        self.event(
+            "account", f"{text.trained} units of text trained; {text.open} reserved and not used"
+        )
 
     def count_moments(self, landed: int | None = None) -> None:
         """Correct the bias of averaged moments for the number of steps behind them.
@@ -140,25 +158,31 @@ def open_participation(
     loss_scale: Callable[[], int | None] = lambda: None,
     shared: Shared | None = None,
 ) -> Iterator[Participation]:
-    """Open records and connections, and build the outer loop over `params`, which contain `moments` if
-    the run averages them.
+    """Open records and connections, and build the outer loop over `params`, which contain `moments`
+    if the run averages them.
 
     Every rank of the island must enter it. `wait_for_corpus` is called before the island connects,
     because the others must not wait for an island that still loads text. `beat` is called at each
-    sign of life of a round. `loss_scale`: see LoopSettings. `shared` is given if other islands run in
-    this process. Raises InputError, ConfigError or OuterError.
+    sign of life of a round. `loss_scale`: see LoopSettings. `shared` is given if other islands run
+    in this process. Raises InputError, ConfigError or OuterError.
     """
     with ExitStack() as stack:
         started_at = time.time()
-        metrics = stack.enter_context(open_records(config, island, folder)) if ranks.is_leader else None
+        metrics = (
+            stack.enter_context(open_records(config, island, folder)) if ranks.is_leader else None
+        )
         requests = OperatorRequests(ranks, folder, island.max_hours, started_at)
         stack.callback(requests.close)
         corpus = wait_for_corpus()
-        network, event_loop = stack.enter_context(open_connections(config, island, ranks, folder, shared))
+        network, event_loop = stack.enter_context(
+            open_connections(config, island, ranks, folder, shared)
+        )
         identity = build_identity(config, island, ranks, network.island_key, corpus)
         hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
         rounds = RoundRecords(metrics, config.outer.start_islands, beat)
-        settings = replace(build_loop_settings(config, island, folder, hooks, rounds), loss_scale=loss_scale)
+        settings = replace(
+            build_loop_settings(config, island, folder, hooks, rounds), loss_scale=loss_scale
+        )
         outer = build_loop(config.outer, identity, params, ranks, network, event_loop, settings)
         rounds.find_ledger = lambda: outer.position.ledger
         visited = serve_visitors(config, island, network, outer, metrics, equipment)
@@ -244,5 +268,7 @@ def build_loop_settings(
 
 def open_metrics(config: RunConfig, island: IslandConfig, folder: Path) -> Metrics:
     """Open the island's metrics.jsonl and the other sinks that its config names."""
-    sinks = build_sinks(island, folder, run_name=f"{config.name}/{island.label}", settings=config.model_dump())
+    sinks = build_sinks(
+        island, folder, run_name=f"{config.name}/{island.label}", settings=config.model_dump()
+    )
     return Metrics(folder / "metrics.jsonl", sinks)

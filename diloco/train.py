@@ -1,4 +1,6 @@
-"""The program of one rank: `train` for an island of a run, `baseline` for data-parallel training to compare with."""
+"""The program of one rank: `train` for an island of a run, `baseline` for data-parallel training to
+compare with.
+"""
 
 import logging
 import os
@@ -48,7 +50,9 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] = island.r
     end_with_parent()
     goodbyes: list[Runtime] = []
     folder = settings.folder(run.name)
-    requests = {int(number): partial(make_request, folder, name) for number, name in SIGNALS.items()}
+    requests = {
+        int(number): partial(make_request, folder, name) for number, name in SIGNALS.items()
+    }
     end = build_rank_end(folder)
     on_stop(partial(stop, goodbyes, end), requests)
     check_trainer(run)
@@ -73,15 +77,21 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] = island.r
             if ranks.is_leader:
                 runtime.participation.on_entry = partial(replace_config, folder.parent, config)
             if runtime.network.wait_for_loss is not None:
-                runtime.participation.event_loop.start(end_at_loss(runtime, runtime.network.wait_for_loss))
+                runtime.participation.event_loop.start(
+                    end_at_loss(runtime, runtime.network.wait_for_loss)
+                )
             schedule_garbage()
-            post = WatchedRank(ranks.rank, ranks.num_ranks, folder, partial(report_hang, goodbyes, end))
+            post = WatchedRank(
+                ranks.rank, ranks.num_ranks, folder, partial(report_hang, goodbyes, end)
+            )
             with Watchdog(runtime.activity, post):
                 loop(runtime)
 
 
 def baseline(config: Config, num_islands: int, num_ranks: int) -> None:
-    """Train data-parallel: every step takes the tokens of all islands and averages their gradients."""
+    """Train data-parallel: every step takes the tokens of all islands and averages their
+    gradients.
+    """
     run = config.run
     settings = config.for_island(0).model_copy(update={"ranks": num_ranks, "name": "baseline"})
     start_logging("baseline")
@@ -92,7 +102,9 @@ def baseline(config: Config, num_islands: int, num_ranks: int) -> None:
     with open_process_group(settings, device) as ranks:
         corpus = load_corpus(run, settings)
         folder = settings.folder(run.name)
-        settings = choose_settings(of_all_islands(run, num_islands), settings, device, ranks, folder)
+        settings = choose_settings(
+            of_all_islands(run, num_islands), settings, device, ranks, folder
+        )
         trainer = build_trainer(run, settings, corpus, device, num_islands=num_islands)
         metrics = open_metrics(run, settings, folder) if ranks.is_leader else None
         schedule_garbage()
@@ -100,7 +112,12 @@ def baseline(config: Config, num_islands: int, num_ranks: int) -> None:
 
 
 def train_data_parallel(
-    run: RunConfig, settings: IslandConfig, corpus: Corpus, trainer: Trainer, num_islands: int, metrics: Metrics | None
+    run: RunConfig,
+    settings: IslandConfig,
+    corpus: Corpus,
+    trainer: Trainer,
+    num_islands: int,
+    metrics: Metrics | None,
 ) -> None:
     """Train on this rank, together with all others.
 
@@ -108,12 +125,18 @@ def train_data_parallel(
     """
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
     batches = IslandBatches(corpus, run.data.seq_len, run.reading_seed, 1, num_sequences)
-    speed = build_mfu_meter(run, settings, corpus, trainer.settings.device) if metrics is not None else None
+    speed = (
+        build_mfu_meter(run, settings, corpus, trainer.settings.device)
+        if metrics is not None
+        else None
+    )
     note_peak(Logbook(settings.runs / run.name, "baseline"), speed)
     tokens = 0
     for step in range(run.total_steps):
         batches.expect([range(step, run.total_steps)])
-        batch = batches.read_step(step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch)
+        batch = batches.read_step(
+            step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch
+        )
         result = trainer.step(batch.micro_batches)
         tokens += result.tokens
         if metrics is not None and speed is not None:

@@ -14,7 +14,9 @@ from diloco.own_loop.huggingface import IslandsCallback
 
 index = int(next((word.split("=")[1] for word in sys.argv if word.startswith("island.index=")), 0))
 windows = read_windows().tolist()
-dataset = Dataset.from_dict({"input_ids": windows, "labels": windows}).shard(num_shards=2, index=index % 2)
+dataset = Dataset.from_dict({"input_ids": windows, "labels": windows}).shard(
+    num_shards=2, index=index % 2
+)
 callback = IslandsCallback(Path(__file__).with_name("run.yaml"), overrides=sys.argv[1:])
 arguments = TrainingArguments(
     output_dir=f"runs/example/trainer-{index}",

@@ -11,7 +11,12 @@ import torch
 from olmo_core.data import NumpyDataLoaderConfig, NumpyFSLDatasetConfig, TokenizerConfig
 from olmo_core.nn.transformer import TransformerConfig
 from olmo_core.optim import AdamWConfig
-from olmo_core.train import Duration, TrainerConfig, prepare_training_environment, teardown_training_environment
+from olmo_core.train import (
+    Duration,
+    TrainerConfig,
+    prepare_training_environment,
+    teardown_training_environment,
+)
 from olmo_core.train.callbacks import CheckpointerCallback
 from olmo_core.train.train_module import TransformerTrainModule
 from small_llama import BATCH, SEQ_LEN, read_windows
@@ -29,16 +34,26 @@ text[:] = tokens
 text.flush()
 tokenizer = TokenizerConfig(vocab_size=256, eos_token_id=0, pad_token_id=0)
 dataset = NumpyFSLDatasetConfig(
-    tokenizer=tokenizer, paths=[str(folder / "tokens.npy")], sequence_length=SEQ_LEN, work_dir=str(folder)
+    tokenizer=tokenizer,
+    paths=[str(folder / "tokens.npy")],
+    sequence_length=SEQ_LEN,
+    work_dir=str(folder),
 ).build()
-loader = NumpyDataLoaderConfig(global_batch_size=BATCH * SEQ_LEN, seed=index, work_dir=str(folder)).build(dataset)
+loader = NumpyDataLoaderConfig(
+    global_batch_size=BATCH * SEQ_LEN, seed=index, work_dir=str(folder)
+).build(dataset)
 
 torch.manual_seed(0)
 sizes = {"d_model": 64, "n_layers": 2, "n_heads": 4, "hidden_size_multiple_of": 32}
 model = TransformerConfig.llama_like(vocab_size=256, **sizes).build()
 model.init_weights(device=torch.device("cpu"), max_seq_len=SEQ_LEN)
 module = TransformerTrainModule(
-    model, AdamWConfig(lr=3e-3), BATCH * SEQ_LEN, SEQ_LEN, device=torch.device("cpu"), max_grad_norm=1.0
+    model,
+    AdamWConfig(lr=3e-3),
+    BATCH * SEQ_LEN,
+    SEQ_LEN,
+    device=torch.device("cpu"),
+    max_grad_norm=1.0,
 )
 callback = IslandsCallback(Path(__file__).with_name("run.yaml"), ["name=olmo-core", *sys.argv[1:]])
 config = TrainerConfig(

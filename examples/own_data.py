@@ -1,4 +1,6 @@
-"""The run's text in a loop of one's own: python examples/own_data.py island.index=0 island.bootstrap=[ADDRESS]"""
+"""The run's text in a loop of one's own: python examples/own_data.py island.index=0
+island.bootstrap=[ADDRESS]
+"""
 
 import sys
 from pathlib import Path
@@ -17,9 +19,16 @@ saved = torch.load(SAVED, weights_only=True) if SAVED.exists() else None
 if saved is not None:
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-places = f"island.data_paths=[{HERE.parent}/README.md, {HERE.parent}/docs/*.md]"  # where they are on this machine
+places = (
+    f"island.data_paths=[{HERE.parent}/README.md, "
+    f"{HERE.parent}/docs/*.md]"
+)  # where they are on this machine
 islands = diloco.Islands(
-    HERE / "run_data.yaml", model, optimizer, [places, *sys.argv[1:]], state=saved and saved["islands"]
+    HERE / "run_data.yaml",
+    model,
+    optimizer,
+    [places, *sys.argv[1:]],
+    state=saved and saved["islands"],
 )
 for batch in diloco.data(islands):
     logits = model(input_ids=batch.inputs).logits
@@ -28,7 +37,10 @@ for batch in diloco.data(islands):
     optimizer.step()
     optimizer.zero_grad()
     if report := islands.step(tokens=batch.num_tokens, loss=loss):
-        print(f"round {report.round} with {', '.join(report.participants)}: loss {loss.item():.3f}", flush=True)
+        print(
+            f"round {report.round} with {', '.join(report.participants)}: loss {loss.item():.3f}",
+            flush=True,
+        )
         parts = {"model": model, "optimizer": optimizer, "islands": islands}
         torch.save({name: part.state_dict() for name, part in parts.items()}, f"{SAVED}.new")
         Path(f"{SAVED}.new").replace(SAVED)

@@ -1,7 +1,8 @@
-"""Islands in a training script of the shape of nanochat's: its loop counts steps and sets the learning rate.
+"""Islands in a training script of the shape of nanochat's: its loop counts steps and sets the
+learning rate.
 
-It has what matters here: embeddings in bfloat16, and one optimizer that is Muon for matrices and AdamW for the rest.
-The lines of islands are marked.
+It has what matters here: embeddings in bfloat16, and one optimizer that is Muon for matrices and
+AdamW for the rest. The lines of islands are marked.
 
 python examples/script_like_nanochat.py island.index=0 island.bootstrap=[ADDRESS]
 """
@@ -35,13 +36,19 @@ windows = read_windows()[index % 2 :: 2]  # islands: each has its own text
 model = build_llama()
 embedding = model.get_input_embeddings().to(torch.bfloat16)
 embedding.register_forward_hook(lambda module, inputs, output: output.float())
-matrices = [param for name, param in model.named_parameters() if param.ndim == 2 and "layers" in name]
-others = [param for name, param in model.named_parameters() if not (param.ndim == 2 and "layers" in name)]
+matrices = [
+    param for name, param in model.named_parameters() if param.ndim == 2 and "layers" in name
+]
+others = [
+    param for name, param in model.named_parameters() if not (param.ndim == 2 and "layers" in name)
+]
 optimizer = MuonAdamW(matrices, others)
 for group in optimizer.param_groups:
     group["initial_lr"] = group["lr"]
 overrides = ["name=like-nanochat", "island.masters=true", *sys.argv[1:]]  # islands
-islands = diloco.Islands(Path(__file__).with_name("run.yaml"), model, optimizer, overrides)  # islands
+islands = diloco.Islands(
+    Path(__file__).with_name("run.yaml"), model, optimizer, overrides
+)  # islands
 step = islands.steps  # islands: in place of 0
 while step < num_iterations and not islands.is_over:  # islands: is_over
     batch = unit_of_windows(windows, step)

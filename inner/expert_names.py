@@ -38,8 +38,8 @@ def find_expert(name: str) -> tuple[str, int] | None:
 
 
 def expert_place(name: str) -> tuple[int, int] | None:
-    """Return the layer and the number of the expert whose matrix has this name; None if it is another
-    parameter's.
+    """Return the layer and the number of the expert whose matrix has this name; None if it is
+    another parameter's.
 
     >>> expert_place("layers.3.ffn.experts.17.up_proj.weight")
     (3, 17)

@@ -24,7 +24,8 @@ def home_path(text: str, where: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise InputError(
-            f"{where}: {text!r} begins with a home directory, but there is none here (the environment has no HOME, or "
+            f"{where}: {text!r} begins with a home directory, but there is none here (the "
+            "environment has no HOME, or "
             "no user has this name); set HOME, or give an absolute path"
         ) from None
 
@@ -41,7 +42,9 @@ def make_folder(folder: Path, where: str) -> Path:
     except OSError as error:
         problem = f"{error.strerror} ({error.filename})"
     if problem:
-        raise InputError(f"{where}: the folder {folder} cannot be used: {problem}; name a folder to write to")
+        raise InputError(
+            f"{where}: the folder {folder} cannot be used: {problem}; name a folder to write to"
+        )
     return folder
 
 
@@ -73,8 +76,8 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 
 
 def write_synced(path: Path, *pieces: bytes | bytearray | memoryview) -> None:
-    """Write the pieces into a file, one after the other, and return once they are on the disk. A kill
-    may leave an incomplete file.
+    """Write the pieces into a file, one after the other, and return once they are on the disk. A
+    kill may leave an incomplete file.
     """
     with path.open("wb") as file:
         file.writelines(pieces)

@@ -3,8 +3,10 @@
 Forward and backward of one token, with N weights in matrix products, L layers, H heads of size E
 and S positions:
 
-    6 N + 12 L H E S    attention as if every position saw all S positions: the convention of PaLM (2204.02311,
-                        appendix B) and of most published MFU figures; causal attention needs half of the second term
+    6 N + 12 L H E S    attention as if every position saw all S positions: the convention of PaLM
+    (2204.02311,
+                        appendix B) and of most published MFU figures; causal attention needs half
+                        of the second term
 
 In a mixture of experts N counts the router, the shared experts and the chosen experts of a layer.
 In latent attention, where queries and keys have size E and values size W, E + W replaces 2 E.
@@ -71,7 +73,8 @@ def flops_per_token(sizes: ModelSizes, seq_len: int, recompute: Recompute = "non
     if sizes.predict is not None:
         layers.append((sizes.num_depths, _depth_flops(sizes, seq_len, recompute)))
     return Flops(
-        matmul=sum(count * layer.matmul for count, layer in layers) + _head_flops(sizes) * (1 + sizes.num_depths),
+        matmul=sum(count * layer.matmul for count, layer in layers)
+        + _head_flops(sizes) * (1 + sizes.num_depths),
         attention=sum(count * layer.attention for count, layer in layers),
         recomputed=sum(count * layer.recomputed for count, layer in layers),
         padding=sum(count * layer.padding for count, layer in layers),
@@ -90,7 +93,10 @@ def layer_costs(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") 
     if sizes.predict is not None:
         head += sizes.num_depths * (head + _depth_flops(sizes, seq_len, recompute).hardware)
     kinds = [_kind(sizes, layer, seq_len) for layer in range(sizes.num_layers)]
-    costs = {kind: _layer_flops(sizes, *kind, recompute).hardware * sizes.num_layers / of_layers for kind in set(kinds)}
+    costs = {
+        kind: _layer_flops(sizes, *kind, recompute).hardware * sizes.num_layers / of_layers
+        for kind in set(kinds)
+    }
     layers = tuple(1.0 if len(costs) == 1 else costs[kind] for kind in kinds)
     return LayerCosts(layers, head * sizes.num_layers / of_layers)
 
@@ -111,14 +117,19 @@ def _head_flops(sizes: ModelSizes) -> float:
 
 
 def _depth_flops(sizes: ModelSizes, seq_len: int, recompute: Recompute) -> Flops:
-    """Return the operations per token of one extra depth, without the head. All positions are computed,
-    also the last ones, which have no target.
+    """Return the operations per token of one extra depth, without the head. All positions are
+    computed, also the last ones, which have no target.
     """
     return _layer_flops(sizes, sizes.experts is not None, seq_len, recompute, predicts=True)
 
 
 def _layer_flops(
-    sizes: ModelSizes, has_experts: bool, num_seen: float, recompute: Recompute, *, predicts: bool = False
+    sizes: ModelSizes,
+    has_experts: bool,
+    num_seen: float,
+    recompute: Recompute,
+    *,
+    predicts: bool = False,
 ) -> Flops:
     """Return the operations per token of one layer, in which each position counts as seeing
     `num_seen` positions.
@@ -131,7 +142,11 @@ def _layer_flops(
     zeros = scores - values
     # A norm behind the layer's last product needs its result.
     is_whole = (predicts or sizes.decoder.norms_outputs) and recompute == "full"
-    repeated = sum(param.active_numel(sizes) for param in matrices if is_whole or _is_repeated(param, recompute))
+    repeated = sum(
+        param.active_numel(sizes)
+        for param in matrices
+        if is_whole or _is_repeated(param, recompute)
+    )
     attends_again = recompute in ("attention", "full")
     return Flops(
         matmul=6.0 * sum(param.active_numel(sizes) for param in matrices),

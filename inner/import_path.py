@@ -50,7 +50,9 @@ def _read_number(value: Any) -> Any:
 
 Scalar = bool | int | float | str | None
 Options = dict[str, Annotated[Scalar | list[Scalar], AfterValidator(_read_number)]]
-"""Settings of own code: plain values and lists of them. They are part of the run's config, and so of its hash."""
+"""Settings of own code: plain values and lists of them. They are part of the run's config, and so
+of its hash.
+"""
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
@@ -65,7 +67,8 @@ def load(path: str, key: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise InputError(
-            f"{where}; there is no module {error.name!r} here; install its package into this environment, or add the "
+            f"{where}; there is no module {error.name!r} here; install its package into this "
+            "environment, or add the "
             "folder that contains it to PYTHONPATH"
         ) from error
     except Exception as error:
@@ -79,7 +82,9 @@ def load(path: str, key: str) -> Callable[..., Any]:
     if name not in own:
         near = get_close_matches(name, own, n=1, cutoff=0.0)
         hint = f"the nearest name is {module_name}:{near[0]}" if near else "it has none"
-        raise InputError(f"{where}; allowed: a class or function that {package} defines in {module_name}; {hint}")
+        raise InputError(
+            f"{where}; allowed: a class or function that {package} defines in {module_name}; {hint}"
+        )
     return own[name]
 
 
@@ -98,6 +103,8 @@ def source_sha256(path: str, key: str) -> str:
     target = load(path, key)
     file = inspect.getsourcefile(target)
     if file is None:
-        raise InputError(f"{key}: got {path!r}, which has no source file; name code that is written in Python")
+        raise InputError(
+            f"{key}: got {path!r}, which has no source file; name code that is written in Python"
+        )
     with open(file, "rb") as source:
         return hashlib.file_digest(source, "sha256").hexdigest()

@@ -7,7 +7,8 @@ adjacent. The last column is what is sent:
     pp            each rank holds some of the layers         activations, point to point
     dp_replicate  each rank holds the same shards            gradients, once per step
     dp_shard      each rank holds a shard of every weight    weights and gradients
-    cp            each rank holds a share of the sequence    keys and values; shards weights together with dp_shard
+    cp            each rank holds a share of the sequence    keys and values; shards weights
+                  together with dp_shard
     tp            each rank holds a share of every matrix    activations, four times per layer
 
 Experts are spread over the same ranks in another way. The ranks of dp_shard x cp x tp are also
@@ -82,12 +83,16 @@ class Degrees:
 
     @property
     def has_two_axes_of_replicas(self) -> bool:
-        """Whether ranks along dp_replicate and ranks along cp may both hold the same whole weights."""
+        """Whether ranks along dp_replicate and ranks along cp may both hold the same whole
+        weights.
+        """
         return self.dp_shard == 1 and self.dp_replicate > 1 and self.cp > 1
 
     @property
     def needs_group_of_copies(self) -> bool:
-        """Whether the ranks with the same whole weights lie along two axes and are not all ranks."""
+        """Whether the ranks with the same whole weights lie along two axes and are not all
+        ranks.
+        """
         return self.has_two_axes_of_replicas and self.num_copies < self.num_ranks
 
     def coordinates(self, rank: int, axes: tuple[str, ...] = AXES) -> dict[str, int]:
@@ -104,7 +109,8 @@ class Degrees:
 
 
 def resolve_degrees(config: MeshConfig, num_ranks: int) -> Degrees:
-    """Compute the degrees for `num_ranks` ranks. Raises InputError if their product cannot be `num_ranks`.
+    """Compute the degrees for `num_ranks` ranks. Raises InputError if their product cannot be
+    `num_ranks`.
 
     pp  dp_replicate  dp_shard  cp  tp  num_ranks  ->
      1             1        -1   1   1          4  dp_shard 4
@@ -122,7 +128,8 @@ def resolve_degrees(config: MeshConfig, num_ranks: int) -> Degrees:
     if shard * product != num_ranks:
         raise InputError(
             f"island.mesh: {_product(others | {'dp_shard': shard})}, but the island has "
-            f"{num_ranks} ranks; set dp_shard to {num_ranks // product} or -1, or island.ranks to {shard * product}"
+            f"{num_ranks} ranks; set dp_shard to {num_ranks // product} or -1, or island.ranks to "
+            f"{shard * product}"
         )
     degrees = Degrees(**others, dp_shard=shard, ep=config.ep)
     check_ep(degrees)
@@ -130,12 +137,17 @@ def resolve_degrees(config: MeshConfig, num_ranks: int) -> Degrees:
 
 
 def check_ep(degrees: Degrees) -> None:
-    """Raise InputError unless ep is 1 or a multiple of tp, and divides the ranks of dp_shard x cp x tp."""
+    """Raise InputError unless ep is 1 or a multiple of tp, and divides the ranks of dp_shard x cp x
+    tp.
+    """
     ranks = degrees.fsdp * degrees.tp
-    allowed = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and (ep == 1 or ep % degrees.tp == 0)]
+    allowed = [
+        ep for ep in range(1, ranks + 1) if ranks % ep == 0 and (ep == 1 or ep % degrees.tp == 0)
+    ]
     if degrees.ep not in allowed:
         raise InputError(
-            f"island.mesh.ep ({degrees.ep}) must divide dp_shard x cp x tp ({ranks}), and be 1 or a multiple of tp "
+            f"island.mesh.ep ({degrees.ep}) must divide dp_shard x cp x tp ({ranks}), and be 1 or "
+            "a multiple of tp "
             f"({degrees.tp}); set it to {' or '.join(map(str, allowed))}"
         )
 
@@ -157,7 +169,10 @@ def _cure(others: dict[str, int], num_ranks: int) -> str:
     for axis, degree in others.items():
         allowed = [n for n in range(1, num_ranks + 1) if num_ranks % (product // degree * n) == 0]
         if degree > 1 and allowed:
-            return f"{axis} can be {' or '.join(map(str, allowed))}, or set island.ranks to a multiple of {product}"
+            return (
+                f"{axis} can be {' or '.join(map(str, allowed))}, or set island.ranks to a "
+                f"multiple of {product}"
+            )
     return f"set island.ranks to a multiple of {product}"
 
 
@@ -172,14 +187,18 @@ class IslandMesh:
 
         self.degrees = degrees
         sizes = degrees.pp, degrees.dp_replicate, degrees.fsdp, degrees.tp
-        self.world = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+        self.world = init_device_mesh(
+            device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
+        )
         """The whole mesh. Its axis fsdp is dp_shard and cp together, because weights are sharded
         over both."""
         if degrees.cp > 1:
             self._split = init_device_mesh(device_type, degrees.sizes, mesh_dim_names=AXES)
         if degrees.needs_group_of_copies:
             sizes = degrees.pp, degrees.num_copies, degrees.tp
-            self._copies = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "copies", "tp"))
+            self._copies = init_device_mesh(
+                device_type, sizes, mesh_dim_names=("pp", "copies", "tp")
+            )
         self.at = degrees.coordinates(self.world.get_rank())
         """This rank's coordinate on each axis."""
 
@@ -188,7 +207,11 @@ class IslandMesh:
         """The mesh that FSDP replicates and shards over. An axis of a single replica is left out,
         because FSDP would still all-reduce over it.
         """
-        return self.world["fsdp"] if self.degrees.dp_replicate == 1 else self.world["dp_replicate", "fsdp"]
+        return (
+            self.world["fsdp"]
+            if self.degrees.dp_replicate == 1
+            else self.world["dp_replicate", "fsdp"]
+        )
 
     @property
     def _axes_of_copies(self) -> list[str]:
@@ -198,7 +221,9 @@ class IslandMesh:
 
     @property
     def copies(self) -> "DeviceMesh":
-        """The mesh of parameters that each rank holds whole. Its last axis is tp, if tp cuts them."""
+        """The mesh of parameters that each rank holds whole. Its last axis is tp, if tp cuts
+        them.
+        """
         return self.world[tuple(self._axes_of_copies + ["tp"] * (self.degrees.tp > 1))]
 
     @property
@@ -209,7 +234,11 @@ class IslandMesh:
         axes = self._axes_of_copies
         if len(axes) == 1:
             return self.world[axes[0]].get_group()
-        return self._copies["copies"].get_group() if self.degrees.needs_group_of_copies else _all_ranks()
+        return (
+            self._copies["copies"].get_group()
+            if self.degrees.needs_group_of_copies
+            else _all_ranks()
+        )
 
     @cached_property
     def sparse(self) -> "DeviceMesh":
@@ -226,7 +255,11 @@ class IslandMesh:
     @property
     def edp(self) -> "DeviceMesh":
         """The mesh that FSDP replicates and shards experts over; like `fsdp`."""
-        return self.sparse["edp"] if self.degrees.dp_replicate == 1 else self.sparse["dp_replicate", "edp"]
+        return (
+            self.sparse["edp"]
+            if self.degrees.dp_replicate == 1
+            else self.sparse["dp_replicate", "edp"]
+        )
 
     @property
     def tp(self) -> "DeviceMesh":
@@ -243,7 +276,9 @@ class IslandMesh:
 
     @property
     def data_rank(self) -> int:
-        """Index of the share of sequences that this rank reads. Ranks along pp, cp and tp read the same share."""
+        """Index of the share of sequences that this rank reads. Ranks along pp, cp and tp read the
+        same share.
+        """
         return self.at["dp_replicate"] * self.degrees.dp_shard + self.at["dp_shard"]
 
 
@@ -255,14 +290,17 @@ def _all_ranks() -> "ProcessGroup":
     return group
 
 
-def accumulation_steps(tokens_per_step: int, seq_len: int, micro_batch: int, num_data_ranks: int) -> int:
+def accumulation_steps(
+    tokens_per_step: int, seq_len: int, micro_batch: int, num_data_ranks: int
+) -> int:
     """Return the number of micro-batches per rank and inner step. Raises InputError if the tokens
     do not divide evenly.
     """
     step_tokens = seq_len * micro_batch * num_data_ranks
     if tokens_per_step % step_tokens:
         raise InputError(
-            f"optimizer.tokens_per_step ({tokens_per_step}) must be a multiple of data.seq_len ({seq_len}) x "
+            f"optimizer.tokens_per_step ({tokens_per_step}) must be a multiple of data.seq_len "
+            f"({seq_len}) x "
             f"island.micro_batch ({micro_batch}) x data ranks ({num_data_ranks}) = {step_tokens}; "
             f"try {nearest_multiples(tokens_per_step, step_tokens)}"
         )

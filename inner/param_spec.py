@@ -23,7 +23,9 @@ class ParamSpec:
 
     @property
     def expert(self) -> tuple[int, int] | None:
-        """Layer and number of the expert to which the parameter belongs; None if all tokens use it."""
+        """Layer and number of the expert to which the parameter belongs; None if all tokens use
+        it.
+        """
         return expert_place(self.name)
 
     @property
@@ -62,7 +64,9 @@ class HeldRange(NamedTuple):
         return slice(self.at, self.at + self.end - self.first)
 
 
-def cut_shard(spec: ParamSpec, held: Sequence[Sequence[HeldRange]]) -> Iterator[tuple[ParamSlice, Index]]:
+def cut_shard(
+    spec: ParamSpec, held: Sequence[Sequence[HeldRange]]
+) -> Iterator[tuple[ParamSlice, Index]]:
     """Yield the slices that a shard consists of, each with its index in the shard.
 
     `held`: for each dimension of the parameter the ranges that the shard holds. Every choice of one
@@ -82,7 +86,9 @@ def _cut_box(spec: ParamSpec, box: Sequence[HeldRange]) -> Iterator[tuple[ParamS
     Rows are adjacent if the box holds all of the dimensions between `last` and the columns.
     """
     *_, columns = box
-    partial = [dim for dim in range(1, len(box) - 1) if box[dim].end - box[dim].first < spec.shape[dim]]
+    partial = [
+        dim for dim in range(1, len(box) - 1) if box[dim].end - box[dim].first < spec.shape[dim]
+    ]
     last = max(partial, default=0)
     rows_per_index = math.prod(spec.shape[last + 1 : -1])
     for before in product(*(range(each.first, each.end) for each in box[:last])):

@@ -2,10 +2,10 @@
 this rank holds.
 
 Only this file unwraps DTensors. A parameter is seen as a matrix (product of all dimensions but the
-last, the last); a 1-D parameter is (n, 1), a 0-d parameter (1, 1). A rank's shard of it is one slice
-or several (inner/param_spec.py). The matrices of a mixture's experts are one tensor in the model,
-and each of them is a parameter here (inner/expert_names.py). The slices of one replica's ranks cover
-the model exactly once.
+last, the last); a 1-D parameter is (n, 1), a 0-d parameter (1, 1). A rank's shard of it is one
+slice or several (inner/param_spec.py). The matrices of a mixture's experts are one tensor in the
+model, and each of them is a parameter here (inner/expert_names.py). The slices of one replica's
+ranks cover the model exactly once.
 """
 
 from collections import defaultdict
@@ -26,7 +26,8 @@ Split = tuple[Shard | _StridedShard, int, int]
 
 
 class LocalParams:
-    """Reads and writes this rank's slices of the live parameters. Build it once, before the first forward.
+    """Reads and writes this rank's slices of the live parameters. Build it once, before the first
+    forward.
 
     >>> model = nn.Linear(2, 3, bias=False)
     >>> params = LocalParams(whole=model, stages=[model])
@@ -38,7 +39,9 @@ class LocalParams:
     """
 
     specs: list[ParamSpec]
-    """All parameters of the model in its own order, the same on every rank. Tied weights occur once."""
+    """All parameters of the model in its own order, the same on every rank. Tied weights occur
+    once.
+    """
     slices: list[ParamSlice]
     """The slices that this rank holds, in the order of `specs`. Parameters of which it holds
     nothing are left out."""
@@ -54,7 +57,9 @@ class LocalParams:
         self._hold({name: tuple(param.shape) for name, param in whole.named_parameters()}, held)
 
     @classmethod
-    def of_tensors(cls, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Sequence[Tensor]]) -> "LocalParams":
+    def of_tensors(
+        cls, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Sequence[Tensor]]
+    ) -> "LocalParams":
         """Return the view of a model that no rank has as a module.
 
         `shapes`: of all parameters of the model, in its order. `held`: this rank's shards, by name;
@@ -64,7 +69,9 @@ class LocalParams:
         params._hold(shapes, held)
         return params
 
-    def _hold(self, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Sequence[Tensor]]) -> None:
+    def _hold(
+        self, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Sequence[Tensor]]
+    ) -> None:
         self.specs = []
         self.slices = []
         # FSDP swaps the modules' parameters while it computes. These references remain the sharded
@@ -89,10 +96,16 @@ class LocalParams:
         for experts in held[0] if held is not None else ():
             for number in range(experts.first, experts.end):
                 assert held is not None
-                self._add_slices(specs[number], held[1:], copies, (number - experts.first + experts.at,))
+                self._add_slices(
+                    specs[number], held[1:], copies, (number - experts.first + experts.at,)
+                )
 
     def _add_slices(
-        self, spec: ParamSpec, held: Sequence[Sequence[HeldRange]], copies: Sequence[Tensor], within: Index
+        self,
+        spec: ParamSpec,
+        held: Sequence[Sequence[HeldRange]],
+        copies: Sequence[Tensor],
+        within: Index,
     ) -> None:
         """Add the slices of a parameter that is the part `within` of this rank's shards."""
         for part, index in cut_shard(spec, held):
@@ -108,8 +121,8 @@ class LocalParams:
         return self._copies[index]
 
     def local_view(self, index: int, tensor: Tensor) -> Tensor:
-        """Return the part of this rank's shard of `tensor` that slice `index` is, in the memory of the
-        shard. `tensor`: a live parameter of that slice, or an optimizer's state of it.
+        """Return the part of this rank's shard of `tensor` that slice `index` is, in the memory of
+        the shard. `tensor`: a live parameter of that slice, or an optimizer's state of it.
         """
         return local_tensor(tensor)[self._indices[index]]
 
@@ -173,7 +186,9 @@ def unstack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if is_stacked(name, tensor.ndim):
-            named |= {expert_name(name, number): matrix for number, matrix in enumerate(tensor.unbind())}
+            named |= {
+                expert_name(name, number): matrix for number, matrix in enumerate(tensor.unbind())
+            }
         else:
             named[name] = tensor
     return named
@@ -221,7 +236,9 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     An accelerator writes all copies, into page-locked memory on CUDA, and the host waits once for
     all of them.
     """
-    copies = [torch.empty_like(tensor, device="cpu", pin_memory=_can_pin(tensor)) for tensor in tensors]
+    copies = [
+        torch.empty_like(tensor, device="cpu", pin_memory=_can_pin(tensor)) for tensor in tensors
+    ]
     for copy, tensor in zip(copies, tensors, strict=True):
         local_tensor(copy).copy_(local_tensor(tensor), non_blocking=True)
     for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
@@ -245,7 +262,9 @@ def find_held(name: str, shape: tuple[int, ...], param: Tensor) -> list[list[Hel
 
     They may be empty, for example if there are more ranks than rows.
     """
-    assert tuple(param.shape) == shape, f"{name} has shape {tuple(param.shape)} in a stage, {shape} in the model"
+    assert tuple(param.shape) == shape, (
+        f"{name} has shape {tuple(param.shape)} in a stage, {shape} in the model"
+    )
     assert param.dtype == torch.float32, f"{name}: master weights must be fp32, got {param.dtype}"
     splits: list[list[Split]] = [[] for _ in shape]
     if isinstance(param, DTensor):
@@ -254,11 +273,15 @@ def find_held(name: str, shape: tuple[int, ...], param: Tensor) -> list[list[Hel
             return [[] for _ in shape]  # The parameter lies on a mesh of other ranks.
         for axis, placement in enumerate(param.placements):
             if isinstance(placement, Shard | _StridedShard):
-                splits[placement.dim].append((placement, param.device_mesh.size(axis), coordinate[axis]))
+                splits[placement.dim].append(
+                    (placement, param.device_mesh.size(axis), coordinate[axis])
+                )
     held = [_divide(size, tuple(each)) for size, each in zip(shape, splits, strict=True)]
     sizes = tuple(sum(each.end - each.first for each in ranges) for ranges in held)
     local = tuple(local_tensor(param).shape)
-    assert sizes == local or 0 in sizes, f"{name}: this rank's shard has the shape {local}, by its placements {sizes}"
+    assert sizes == local or 0 in sizes, (
+        f"{name}: this rank's shard has the shape {local}, by its placements {sizes}"
+    )
     return held
 
 
@@ -284,6 +307,8 @@ def _divide(size: int, splits: tuple[Split, ...]) -> list[HeldRange]:
 
 
 def _chunk(numbers: np.ndarray, num_chunks: int, index: int) -> np.ndarray:
-    """Return a chunk as torch.chunk makes it: all have the same length, except for the last ones."""
+    """Return a chunk as torch.chunk makes it: all have the same length, except for the last
+    ones.
+    """
     length = -(-len(numbers) // num_chunks)
     return numbers[index * length : (index + 1) * length]

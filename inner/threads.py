@@ -20,7 +20,9 @@ milliseconds."""
 T = TypeVar("T")
 
 
-def start_thread(work: Callable[[], object], name: str, seconds: float = START_SECONDS) -> threading.Event:
+def start_thread(
+    work: Callable[[], object], name: str, seconds: float = START_SECONDS
+) -> threading.Event:
     """Run `work` in a new daemon thread, which `threading` does not list. Return an event that is
     set when it has ended.
 
@@ -43,7 +45,8 @@ def start_thread(work: Callable[[], object], name: str, seconds: float = START_S
         raise RuntimeError(f"the thread {name!r} could not be started: {error!r}") from error
     if not has_begun.wait(seconds):
         raise RuntimeError(
-            f"the new thread {name!r} has not begun within {seconds:g} s: there may be too little memory"
+            f"the new thread {name!r} has not begun within {seconds:g} s: there may be too little "
+            "memory"
         )
     return has_ended
 
@@ -54,7 +57,9 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], object], Future] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[], object], Future] | None] = (
+            queue.SimpleQueue()
+        )
         self.has_ended = start_thread(self._serve, name)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:

@@ -29,7 +29,12 @@ from inner.optim.gradients import sum_over_tensor_ranks, sum_tied
 from inner.optim.learning_rate import lr_at, set_lr
 from inner.optim.loss_scale import LossScale
 from inner.optim.muon.orthogonalise import product_dtype
-from inner.optim.noise_scale import GradientNoise, estimate_noise, is_in_small_batch, without_targets
+from inner.optim.noise_scale import (
+    GradientNoise,
+    estimate_noise,
+    is_in_small_batch,
+    without_targets,
+)
 from inner.optim.spikes import Spike, SpikeWatch
 from inner.parallel.build import (
     Layout,
@@ -59,8 +64,9 @@ class StepResult:
     tokens: int
     """Number of valid targets over all ranks."""
     loss: float | None
-    """Mean over those targets in nats; None if it or the gradient is not finite, or without any. A step
-    whose scaled gradient overflows has a loss."""
+    """Mean over those targets in nats; None if it or the gradient is not finite, or without any. A
+    step whose scaled gradient overflows has a loss.
+    """
     lr: float
     grad_norm: float | None
     """Gradient norm before clipping; None if it is not finite, or `loss` is None."""
@@ -84,12 +90,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Settings of a Trainer that belong neither to the model (ModelSizes) nor to the optimizer (OptimizerConfig)."""
+    """Settings of a Trainer that belong neither to the model (ModelSizes) nor to the optimizer
+    (OptimizerConfig).
+    """
 
     device: str
     compute_dtype: str
-    """float32, bfloat16 or float16. Master weights, gradient reduction and optimizer states are always
-    fp32."""
+    """float32, bfloat16 or float16. Master weights, gradient reduction and optimizer states are
+    always fp32.
+    """
     micro_batch: int
     """Number of sequences in one forward pass on one rank."""
     seq_len: int
@@ -98,7 +107,9 @@ class TrainerSettings:
     total_steps: int
     """Number of inner steps of the whole run, which is the length of the learning-rate schedule."""
     eos_id: int | None = None
-    """Token that ends a document, if attention must stay within documents. None: attention crosses documents."""
+    """Token that ends a document, if attention must stay within documents. None: attention crosses
+    documents.
+    """
     first_seq_len: int | None = None
     """Length of the sequences of the first steps, until `enter_stage`. None: the longest."""
     init_from: Path | None = None
@@ -123,7 +134,9 @@ class Trainer:
         parallel: ParallelConfig,
         settings: TrainerSettings,
     ) -> None:
-        """Build or load the model. Raises InputError if the mesh, tokens_per_step or init_from does not fit it."""
+        """Build or load the model. Raises InputError if the mesh, tokens_per_step or init_from does
+        not fit it.
+        """
         self.settings = settings
         self.mesh = mesh
         self.inner_step = 0
@@ -132,7 +145,9 @@ class Trainer:
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
         self.broken_since: int | None = None
-        """The inner step before the current series of non-finite steps; None after a finite step."""
+        """The inner step before the current series of non-finite steps; None after a finite
+        step.
+        """
         self.spikes = SpikeWatch(optimizer_config.spikes)
         self.loss_scale = LossScale() if settings.compute_dtype == "float16" else None
         """The scale of the next step's losses; None unless the model computes in float16."""
@@ -157,7 +172,9 @@ class Trainer:
         names = [name for name, _ in whole.named_parameters()]
         muon_dtype = product_dtype(self._device.type, layout.compute_dtype)
         rounding = Rounding(self.params, settings.seed)
-        self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype, rounding)
+        self.optimizers = build_optimizers(
+            self.model_parts, names, optimizer_config, muon_dtype, rounding
+        )
         self._tied_ends = build_tied_group(layout)
         self._num_depths = model.num_depths if isinstance(model, ModelSizes) else 0
         self._balance: ExpertBalance | None = None
@@ -178,7 +195,10 @@ class Trainer:
     def micro_batches_per_step(self) -> int:
         """Number of micro-batches that step() expects on each rank."""
         return accumulation_steps(
-            self._config.tokens_per_step, self._seq_len, self.settings.micro_batch, self.num_data_ranks
+            self._config.tokens_per_step,
+            self._seq_len,
+            self.settings.micro_batch,
+            self.num_data_ranks,
         )
 
     def enter_stage(self, seq_len: int, optimizer_config: OptimizerConfig) -> None:
@@ -187,7 +207,9 @@ class Trainer:
         The settings' `seq_len` is the limit. All ranks must call it between the same two steps.
         Raises InputError if the mesh cannot run such steps.
         """
-        assert seq_len <= self.settings.seq_len, f"seq_len {seq_len} is above the longest, {self.settings.seq_len}"
+        assert seq_len <= self.settings.seq_len, (
+            f"seq_len {seq_len} is above the longest, {self.settings.seq_len}"
+        )
         before = self._step_shape
         self._seq_len = seq_len
         self._config = optimizer_config
@@ -196,7 +218,9 @@ class Trainer:
         layout = self._layout
         if isinstance(layout.model, ModelSizes):
             degrees = self.mesh.degrees
-            check_layout(layout.model, degrees, layout.parallel, seq_len, self.micro_batches_per_step)
+            check_layout(
+                layout.model, degrees, layout.parallel, seq_len, self.micro_batches_per_step
+            )
         self._build_step()
 
     def _build_step(self) -> None:
@@ -205,7 +229,9 @@ class Trainer:
         """
         layout = self._layout
         self._cutter = build_cutter(layout, self._seq_len, self.settings.eos_id)
-        self._dropout = build_dropout(layout, self._config.dropout, self.settings.seed, self._seq_len)
+        self._dropout = build_dropout(
+            layout, self._config.dropout, self.settings.seed, self._seq_len
+        )
         if isinstance(layout.model, ModelSizes):
             for stage in self.model_parts:
                 stage.set_positions(layout.positions_at(self._seq_len))
@@ -221,11 +247,13 @@ class Trainer:
         Targets of -100 are ignored. Every rank must call it with the same number of micro-batches,
         and ranks with equal data_rank with the same ones. A non-finite loss or gradient on any rank
         skips the step on all ranks; too many such steps in a row raise TrainingStopped on all
-        ranks. A loss spike may also skip the step, see SpikeConfig. In float16, a non-finite gradient
-        of a finite loss is an overflow, see LossScale.
+        ranks. A loss spike may also skip the step, see SpikeConfig. In float16, a non-finite
+        gradient of a finite loss is an overflow, see LossScale.
         """
         started_at = time.perf_counter()
-        assert len(micro_batches) == self.micro_batches_per_step, f"{len(micro_batches)} micro-batches"
+        assert len(micro_batches) == self.micro_batches_per_step, (
+            f"{len(micro_batches)} micro-batches"
+        )
         small = self._measure_small_batch(micro_batches) if self._measures_noise() else None
         num_tokens = self._sum(self._counted_tokens(micro_batches))
         depths = recording_depths(self.model_parts, self._num_depths, self._device)
@@ -250,11 +278,15 @@ class Trainer:
                 self._balance.move_biases(routing, self._config.balance.bias_speed)
         self._zero_gradients()
         self.inner_step += 1
-        self._count_broken(is_broken, loss_sum, routing.broken_layers if routing is not None else ())
+        self._count_broken(
+            is_broken, loss_sum, routing.broken_layers if routing is not None else ()
+        )
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
         if has_loss:
             self._move_loss_scale(overflows=overflows)
-        is_measured = small is not None and has_gradient and 0 < small[0] < tokens and math.isfinite(small[1])
+        is_measured = (
+            small is not None and has_gradient and 0 < small[0] < tokens and math.isfinite(small[1])
+        )
         return StepResult(
             step=self.inner_step,
             tokens=int(tokens),
@@ -264,7 +296,9 @@ class Trainer:
             seconds=time.perf_counter() - started_at,
             is_skipped=is_skipped,
             spike=spike,
-            noise=estimate_noise(small, (tokens, norm_2)) if small is not None and is_measured else None,
+            noise=estimate_noise(small, (tokens, norm_2))
+            if small is not None and is_measured
+            else None,
             routing=routing,
             depth_losses=() if is_broken else mean_losses(of_depths),
             loss_scale=loss_scale,
@@ -286,14 +320,18 @@ class Trainer:
         my_loss = self._counted_loss(self._runner.evaluate(list(map(self._cutter, padded))))
         for stage in self.model_parts:
             free_gathered_weights(stage)
-        loss_sum, tokens = self._sum(torch.stack([my_loss.double(), self._counted_tokens(here)])).tolist()
+        loss_sum, tokens = self._sum(
+            torch.stack([my_loss.double(), self._counted_tokens(here)])
+        ).tolist()
         return loss_sum, int(tokens)
 
     def _backward(self, batches: list[MicroBatch], num_tokens: Tensor) -> Tensor:
         """Compute the gradient of the mean loss over all targets. Return this rank's summed
         loss.
         """
-        my_loss = self._runner.backward(batches, (self._loss_factor / num_tokens.clamp(min=1.0)).float())
+        my_loss = self._runner.backward(
+            batches, (self._loss_factor / num_tokens.clamp(min=1.0)).float()
+        )
         self._sum_gradients()
         if self.loss_scale is not None:
             multiply_gradients(self.model_parts, 1.0 / self._loss_factor)
@@ -305,7 +343,9 @@ class Trainer:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _move_loss_scale(self, *, overflows: bool) -> None:
-        """Count a step with a finite loss. Raises TrainingStopped if the lowest scale is too large."""
+        """Count a step with a finite loss. Raises TrainingStopped if the lowest scale is too
+        large.
+        """
         if self.loss_scale is None:
             return
         try:
@@ -315,7 +355,9 @@ class Trainer:
             self.broken_since = self.inner_step - self.loss_scale.num_overflows
             raise TrainingStopped(f"inner step {self.inner_step}: {stopped}") from None
 
-    def _record_routing(self, micro_batches: Sequence[Tensor]) -> AbstractContextManager[RoutedStep | None]:
+    def _record_routing(
+        self, micro_batches: Sequence[Tensor]
+    ) -> AbstractContextManager[RoutedStep | None]:
         """Return a context in which the routers record a step. It is collective for a model with
         experts.
         """
@@ -337,7 +379,10 @@ class Trainer:
         """Return the numbers of each micro-batch's sequences in the step over all ranks."""
         count = self.settings.micro_batch
         first = self.data_rank * num_micro_batches
-        return [range(count * number, count * (number + 1)) for number in range(first, first + num_micro_batches)]
+        return [
+            range(count * number, count * (number + 1))
+            for number in range(first, first + num_micro_batches)
+        ]
 
     def _measures_noise(self) -> bool:
         every = self._config.noise_scale_every
@@ -354,7 +399,9 @@ class Trainer:
         kept = [window[chosen] for window, chosen in zip(micro_batches, keeps, strict=True)]
         num_tokens = self._sum(self._counted_tokens(kept))
         batches = self._cut(micro_batches)
-        self._backward([without_targets(*each) for each in zip(batches, keeps, strict=True)], num_tokens)
+        self._backward(
+            [without_targets(*each) for each in zip(batches, keeps, strict=True)], num_tokens
+        )
         square = self._sum(squared_norm(self.model_parts))
         self._zero_gradients()
         return float(num_tokens), float(square)
@@ -381,7 +428,9 @@ class Trainer:
         return loss if self.mesh.at["tp"] == 0 else torch.zeros_like(loss)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Sum each value over the island's ranks in fp64, on the device. Every rank must call it."""
+        """Sum each value over the island's ranks in fp64, on the device. Every rank must call
+        it.
+        """
         total = values.double()
         # With a single rank, gloo would take a millisecond for nothing.
         if self.mesh.degrees.num_ranks > 1:
@@ -396,14 +445,18 @@ class Trainer:
             sum_over_tensor_ranks(self.model_parts, group, splits_stream=self._splits_stream)
 
     def _update(self, lr: float, norm: float) -> None:
-        """Clip the gradients and step the optimizers. `norm` is the gradient norm over the whole mesh."""
+        """Clip the gradients and step the optimizers. `norm` is the gradient norm over the whole
+        mesh.
+        """
         clip_gradients(self.model_parts, norm, self._config.clip_norm)
         set_lr(self.optimizers, lr)
         for optimizer in self.optimizers:
             optimizer.step()
 
     def lower_loss_scale(self, exponent: int | None) -> None:
-        """Continue with this loss scale, a logarithm to base 2, if it is smaller. Every rank must call it."""
+        """Continue with this loss scale, a logarithm to base 2, if it is smaller. Every rank must
+        call it.
+        """
         if self.loss_scale is not None:
             self.loss_scale.lower(exponent)
 
@@ -425,9 +478,15 @@ class Trainer:
             self.broken_since = self.inner_step - 1
         if self._skipped_in_a_row > self._config.max_skipped_steps:
             what = "loss" if not math.isfinite(loss_sum) else "gradient"
-            where = f" (the first router that was not finite is that of layer {routers[0]})" if routers else ""
+            where = (
+                f" (the first router that was not finite is that of layer {routers[0]})"
+                if routers
+                else ""
+            )
             raise TrainingStopped(
-                f"inner step {self.inner_step}: {self._skipped_in_a_row} steps in a row had a non-finite {what} "
-                f"or no valid target{where}, optimizer.max_skipped_steps allows {self._config.max_skipped_steps}; "
+                f"inner step {self.inner_step}: {self._skipped_in_a_row} steps in a row had a "
+                f"non-finite {what} "
+                f"or no valid target{where}, optimizer.max_skipped_steps allows "
+                f"{self._config.max_skipped_steps}; "
                 "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the data"
             )

@@ -58,19 +58,29 @@ class RoundBytes:
     """Size of an island's contribution, encoded once, in bytes."""
 
 
-def round_bytes(outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int) -> Sequence[RoundBytes]:
-    """Return the bytes of each round of one cycle, or of several cycles if moments or experts are not
-    sent in each.
+def round_bytes(
+    outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int
+) -> Sequence[RoundBytes]:
+    """Return the bytes of each round of one cycle, or of several cycles if moments or experts are
+    not sent in each.
 
     Raises InputError when the model has too few layers for the configured fragments.
     """
-    # Bytes do not depend on when a round is sent, so configs that differ only in timing share a cache entry.
-    untimed = {"inner_steps": outer.fragments, "delay": 0, "eager": False, "rounds": outer.experts.every}
+    # Bytes do not depend on when a round is sent, so configs that differ only in timing share a
+    # cache entry.
+    untimed = {
+        "inner_steps": outer.fragments,
+        "delay": 0,
+        "eager": False,
+        "rounds": outer.experts.every,
+    }
     return _round_bytes(outer.model_copy(update=untimed).model_dump_json(), specs, num_islands)
 
 
 @lru_cache(maxsize=64)
-def _round_bytes(outer_json: str, specs: tuple[TensorSpec, ...], num_islands: int) -> Sequence[RoundBytes]:
+def _round_bytes(
+    outer_json: str, specs: tuple[TensorSpec, ...], num_islands: int
+) -> Sequence[RoundBytes]:
     outer = OuterConfig.model_validate_json(outer_json)
     codecs = build_codec_choice(outer)
     space = build_space(specs, outer, codecs)
@@ -79,14 +89,22 @@ def _round_bytes(outer_json: str, specs: tuple[TensorSpec, ...], num_islands: in
         peers = min(outer.gossip.group, num_islands) - 1
         return [_gossip_bytes(space.parts, codecs, params, peers)]
     rounds = lcm(*(outer.moments or (1,)), outer.experts.every) * outer.fragments
-    sent = ([i for group in space.part_groups_in(number) for i in space.parts_in[group]] for number in range(rounds))
+    sent = (
+        [i for group in space.part_groups_in(number) for i in space.parts_in[group]]
+        for number in range(rounds)
+    )
     audits = _count_audits(outer, num_islands)
-    return [_reduce_bytes([space.parts[i] for i in indices], codecs, num_islands, audits) for indices in sent]
+    return [
+        _reduce_bytes([space.parts[i] for i in indices], codecs, num_islands, audits)
+        for indices in sent
+    ]
 
 
-def bytes_by_tensor(outer: OuterConfig, specs: Sequence[TensorSpec], num_islands: int) -> dict[str, float]:
-    """Return the bytes that an island sends per cycle of each tensor, by name: the mean over islands, and
-    over cycles if it is not sent in each. Only for rounds of all islands.
+def bytes_by_tensor(
+    outer: OuterConfig, specs: Sequence[TensorSpec], num_islands: int
+) -> dict[str, float]:
+    """Return the bytes that an island sends per cycle of each tensor, by name: the mean over
+    islands, and over cycles if it is not sent in each. Only for rounds of all islands.
     """
     codecs = build_codec_choice(outer)
     space = build_space(specs, outer, codecs)
@@ -105,16 +123,25 @@ def _count_audits(outer: OuterConfig, num_islands: int) -> float:
     return outer.audit and (num_islands - 1) * audit_rate(outer.audit, num_islands)
 
 
-def _gossip_bytes(parts: Sequence[Part], codecs: CodecChoice, params: Codec, peers: int) -> RoundBytes:
+def _gossip_bytes(
+    parts: Sequence[Part], codecs: CodecChoice, params: Codec, peers: int
+) -> RoundBytes:
     """Count a gossip round: each of `peers` islands gets the pseudo-gradient and the params of
     every part.
     """
-    payloads = sum(codecs.codec_for(p).num_bytes(p.num_elements) + params.num_bytes(p.num_elements) for p in parts)
+    payloads = sum(
+        codecs.codec_for(p).num_bytes(p.num_elements) + params.num_bytes(p.num_elements)
+        for p in parts
+    )
     num_elements = sum(part.num_elements for part in parts)
-    return RoundBytes(num_elements, len(parts), peers * payloads, peers * payloads, 0, payloads, payloads)
+    return RoundBytes(
+        num_elements, len(parts), peers * payloads, peers * payloads, 0, payloads, payloads
+    )
 
 
-def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int, audits: float) -> RoundBytes:
+def _reduce_bytes(
+    parts: Sequence[Part], codecs: CodecChoice, num_islands: int, audits: float
+) -> RoundBytes:
     """Count an agreed round: a part's payloads go to its reducer, which sends its mean to all.
 
     Gathered payloads go from all islands to all. Every other part is audited `audits` times on
@@ -132,12 +159,16 @@ def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int, 
             by_all += peers * payload
         else:
             by_all += payload
-            as_reducer[part.index % num_islands] += peers * mean - payload + round(audits * num_islands * payload)
+            as_reducer[part.index % num_islands] += (
+                peers * mean - payload + round(audits * num_islands * payload)
+            )
             last_bytes = peers * mean
     sent = [by_all + own for own in as_reducer]
     num_elements = sum(part.num_elements for part in parts)
     sent_bytes = sum(sent) / num_islands
-    return RoundBytes(num_elements, len(parts), sent_bytes, max(sent), last_bytes, mean_bytes, payload_bytes)
+    return RoundBytes(
+        num_elements, len(parts), sent_bytes, max(sent), last_bytes, mean_bytes, payload_bytes
+    )
 
 
 def memory_bytes(
@@ -163,19 +194,33 @@ def memory_bytes(
     rounds = round_bytes(outer, specs, num_islands)
     largest = max(rounds, key=lambda each: each.num_elements)
     memory |= {
-        name: size / num_ranks for name, size in _memory_of_a_round(outer, largest, num_islands, num_ranks).items()
+        name: size / num_ranks
+        for name, size in _memory_of_a_round(outer, largest, num_islands, num_ranks).items()
     }
     if outer.coding.feedback is not None:
         # Until the commit the old residuals are kept beside the new ones.
         residuals = FP32_BYTES * (1 + 1 / num_islands)
         memory["residuals of coding"] = residuals * (num_params + largest.num_elements / num_ranks)
-    of_all_rounds = outer.rounds * outer.fragments * sum(each.mean_bytes for each in rounds) / len(rounds) / num_ranks
-    memory["means for joiners"] = min(LOG_BYTES_PER_PARAM * (num_params + num_moments), of_all_rounds)
+    of_all_rounds = (
+        outer.rounds
+        * outer.fragments
+        * sum(each.mean_bytes for each in rounds)
+        / len(rounds)
+        / num_ranks
+    )
+    memory["means for joiners"] = min(
+        LOG_BYTES_PER_PARAM * (num_params + num_moments), of_all_rounds
+    )
     return memory
 
 
 def moving_bytes(
-    outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int, num_ranks: int, *, is_copied: bool
+    outer: OuterConfig,
+    specs: tuple[TensorSpec, ...],
+    num_islands: int,
+    num_ranks: int,
+    *,
+    is_copied: bool,
 ) -> float:
     """Return the most bytes of host memory that one rank needs, besides `memory_bytes`, while
     slices become parts.
@@ -188,7 +233,9 @@ def moving_bytes(
     return FP32_BYTES * largest / num_ranks * (is_copied + 2 * (1 - 1 / num_ranks))
 
 
-def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int, num_ranks: int) -> dict[str, float]:
+def _memory_of_a_round(
+    outer: OuterConfig, sizes: RoundBytes, num_islands: int, num_ranks: int
+) -> dict[str, float]:
     """Return the bytes of an island during a round, by purpose."""
     codecs = build_codec_choice(outer)
     peers = num_islands - 1
@@ -198,12 +245,16 @@ def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int, 
         # decoded form.
         group_size = min(outer.gossip.group, num_islands)
         memory["a round's means"] = FP32_BYTES * sizes.num_elements
-        memory["shares of a group"] = 2 * FP32_BYTES * group_size * sizes.num_elements + sizes.mean_bytes
+        memory["shares of a group"] = (
+            2 * FP32_BYTES * group_size * sizes.num_elements + sizes.mean_bytes
+        )
         return memory
     # Means in fp32 are used in place. Other means are decoded, while the encoded form is kept for
     # joiners.
     is_fp32 = isinstance(codecs.mean, Fp32Codec)
-    memory["a round's means"] = sizes.mean_bytes + (0 if is_fp32 else FP32_BYTES * sizes.num_elements)
+    memory["a round's means"] = sizes.mean_bytes + (
+        0 if is_fp32 else FP32_BYTES * sizes.num_elements
+    )
     in_flight = min(1.0, PARTS_IN_FLIGHT * num_ranks / sizes.num_parts)
     reduced = peers if codecs.is_gathered else peers / num_islands
     memory["payloads that arrive"] = sizes.payload_bytes * reduced * in_flight

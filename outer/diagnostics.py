@@ -6,9 +6,9 @@
     probe_sink   bytes          empty; the bytes are dropped              (bulk lane)
     dial_back    {address}      whether a `probe` at that address is answered
 
-A doctor is not an island: any program that knows the address, and the run key if there is one, may call. Each rank
-therefore limits its replies per minute, to protect its link. It dials back only the host of the caller, so that it
-cannot be used to scan a network.
+A doctor is not an island: any program that knows the address, and the run key if there is one, may
+call. Each rank therefore limits its replies per minute, to protect its link. It dials back only the
+host of the caller, so that it cannot be used to scan a network.
 """
 
 import platform
@@ -72,10 +72,15 @@ class DialResult(Message):
 
 
 class ProbeResponder:
-    """Answers probes on one rank. `clock` returns unix time, `round_number` the number of committed rounds."""
+    """Answers probes on one rank. `clock` returns unix time, `round_number` the number of committed
+    rounds.
+    """
 
     def __init__(
-        self, config_hash: str = "", round_number: Callable[[], int] = lambda: 0, clock: Callable[[], float] = time.time
+        self,
+        config_hash: str = "",
+        round_number: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._config_hash = config_hash
         self._round = round_number
@@ -87,8 +92,14 @@ class ProbeResponder:
         """Encode the reply to a probe. Raises MessageError if the probe has a body."""
         if body:
             raise MessageError(f"a probe has a body of {len(body)} bytes, none expected")
-        now = {"unix_time": self._clock(), "age_seconds": time.monotonic() - self._began_at, "round": self._round()}
-        return ProbeReply(versions=self._versions, wire=VERSION, config_hash=self._config_hash, **now).encode()
+        now = {
+            "unix_time": self._clock(),
+            "age_seconds": time.monotonic() - self._began_at,
+            "round": self._round(),
+        }
+        return ProbeReply(
+            versions=self._versions, wire=VERSION, config_hash=self._config_hash, **now
+        ).encode()
 
 
 class DiagnosticsServer:
@@ -115,7 +126,9 @@ class DiagnosticsServer:
 
     async def _on_probe_sink(self, source: Endpoint, body: bytes) -> bytes:
         if not 1 <= len(body) <= MAX_PROBE_BYTES:
-            raise MessageError(f"probe_sink with {len(body)} bytes; 1 to {MAX_PROBE_BYTES} are allowed")
+            raise MessageError(
+                f"probe_sink with {len(body)} bytes; 1 to {MAX_PROBE_BYTES} are allowed"
+            )
         self._received.spend(len(body), "bytes")
         return b""
 
@@ -125,7 +138,14 @@ class DiagnosticsServer:
         address = await address_of_caller(request.address)
         cause = ""
         try:
-            await call_message(self._messenger, address, "probe", None, ProbeReply, timeout_seconds=DIAL_BACK_SECONDS)
+            await call_message(
+                self._messenger,
+                address,
+                "probe",
+                None,
+                ProbeReply,
+                timeout_seconds=DIAL_BACK_SECONDS,
+            )
         except DeadlineError:
             cause = f"no answer within {DIAL_BACK_SECONDS:g} s"
         except TransportError as error:
@@ -134,7 +154,9 @@ class DiagnosticsServer:
 
 
 class Budget:
-    """A token bucket: at most `per_minute` at once, and at most `per_minute` per minute in the long run."""
+    """A token bucket: at most `per_minute` at once, and at most `per_minute` per minute in the long
+    run.
+    """
 
     def __init__(self, per_minute: int) -> None:
         self._per_minute = per_minute
@@ -146,10 +168,14 @@ class Budget:
         is left.
         """
         now = time.monotonic()
-        self._left = min(self._per_minute, self._left + (now - self._seen_at) * self._per_minute / 60)
+        self._left = min(
+            self._per_minute, self._left + (now - self._seen_at) * self._per_minute / 60
+        )
         self._seen_at = now
         if amount > self._left:
-            raise TransportError(f"more than {self._per_minute} {what} in a minute; ask again in a minute")
+            raise TransportError(
+                f"more than {self._per_minute} {what} in a minute; ask again in a minute"
+            )
         self._left -= amount
 
 
@@ -158,4 +184,6 @@ def package_versions() -> dict[str, str]:
     are left out.
     """
     found = {package: find_version(package) for package in PACKAGES}
-    return {"python": platform.python_version()} | {name: number for name, number in found.items() if number}
+    return {"python": platform.python_version()} | {
+        name: number for name, number in found.items() if number
+    }

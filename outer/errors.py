@@ -20,7 +20,9 @@ RankLost              another rank of this island has ended, and with it the isl
 import re
 from collections.abc import Collection
 
-_OF_COLLECTIVES = re.compile(r"gloo/transport|\bgloo\b.*onnection|NCCL|ProcessGroup|TCPStore|Connection reset by peer")
+_OF_COLLECTIVES = re.compile(
+    r"gloo/transport|\bgloo\b.*onnection|NCCL|ProcessGroup|TCPStore|Connection reset by peer"
+)
 """Texts in the errors of torch.distributed that mean that a process at the other end has ended."""
 
 MAX_LISTED = 8
@@ -38,7 +40,9 @@ def list_some(causes: Collection[str]) -> str:
 
 
 class InputError(ValueError):
-    """The user's config or address cannot be used. The text states what, where, got, allowed and the cure."""
+    """The user's config or address cannot be used. The text states what, where, got, allowed and
+    the cure.
+    """
 
 
 class UnreachableError(InputError):
@@ -58,7 +62,9 @@ class OuterError(RuntimeError):
 
 
 class TransportError(OuterError):
-    """The network failed: a peer is lost, refused, or sent bad bytes. The round is aborted, and training continues."""
+    """The network failed: a peer is lost, refused, or sent bad bytes. The round is aborted, and
+    training continues.
+    """
 
 
 class PeerLost(TransportError):
@@ -83,7 +89,9 @@ class StalledError(DeadlineError):
 
     def __init__(self, peer: str, limit_seconds: float, *, of_means: bool) -> None:
         what = "means of island" if of_means else "island"
-        super().__init__(f"the reduce took longer than {limit_seconds:.0f} s, and waits only for {what} {peer!r}")
+        super().__init__(
+            f"the reduce took longer than {limit_seconds:.0f} s, and waits only for {what} {peer!r}"
+        )
         self.peer = peer
         self.of_means = of_means
 
@@ -93,7 +101,9 @@ class MessageError(TransportError):
 
 
 class PoisonError(MessageError):
-    """A payload of island `peer` must not enter a mean: it does not decode, or makes inf or nan. A retry may work."""
+    """A payload of island `peer` must not enter a mean: it does not decode, or makes inf or nan. A
+    retry may work.
+    """
 
     def __init__(self, peer: str, cause: str) -> None:
         super().__init__(f"island {peer!r} sent {cause}")
@@ -128,7 +138,9 @@ class QuorumError(OuterError):
 
 
 class BehindError(OuterError):
-    """Other islands hold the state that survives. This island must download it from one of `donors`."""
+    """Other islands hold the state that survives. This island must download it from one of
+    `donors`.
+    """
 
     def __init__(self, donors: Collection[str], cause: str) -> None:
         super().__init__(cause)
@@ -148,7 +160,9 @@ def name_lost_rank(error: BaseException) -> BaseException:
         return error
     if not _OF_COLLECTIVES.search(str(error)):
         return error
-    return RankLost(f"another rank of this island has ended, so this one ends, too ({first_line(error)})")
+    return RankLost(
+        f"another rank of this island has ended, so this one ends, too ({first_line(error)})"
+    )
 
 
 def is_about_run_key(cause: str) -> bool:

@@ -29,7 +29,8 @@ def find(path: str, key: str) -> Callable[..., Any]:
     """
     if path not in _provided:
         raise InputError(
-            f"{key}: got {path!r}, which a run of others names; it is imported only if island.allow_imports allows it"
+            f"{key}: got {path!r}, which a run of others names; it is imported only if "
+            "island.allow_imports allows it"
         )
     return _provided[path]
 
@@ -43,7 +44,8 @@ def call(path: str, key: str, options: Mapping[str, Any]) -> Any:
         return target(**options)
     except Exception as error:
         raise InputError(
-            f"{key}: {path}({', '.join(f'{name}={value!r}' for name, value in options.items())}) failed: "
+            f"{key}: {path}({', '.join(f'{name}={value!r}' for name, value in options.items())}) "
+            "failed: "
             f"{type(error).__name__}: {error}"
         ) from error
 

@@ -24,11 +24,15 @@ def find_version(package: str) -> str | None:
     except PackageNotFoundError:
         return None
     except Exception as error:  # noqa: BLE001 - no training may end because a number is not known
-        log.warning("the version of %s cannot be read (%s: %s)", package, type(error).__name__, error)
+        log.warning(
+            "the version of %s cannot be read (%s: %s)", package, type(error).__name__, error
+        )
         return None
 
 
-MEET_ELSEWHERE = "let the islands meet at a rendezvous (`diloco bootstrap --rendezvous tcp`), over tls or gloo"
+MEET_ELSEWHERE = (
+    "let the islands meet at a rendezvous (`diloco bootstrap --rendezvous tcp`), over tls or gloo"
+)
 """The cure where there is no DHT."""
 
 
@@ -43,6 +47,7 @@ def require_hivemind(what: str, instead: str = "set outer.transport=tls") -> Non
     """
     if not has_hivemind():
         raise InputError(
-            f"{what} needs the package hivemind, which is not installed here; pip install 'diloco[hivemind]', or "
+            f"{what} needs the package hivemind, which is not installed here; pip install "
+            "'diloco[hivemind]', or "
             f"{instead}"
         )

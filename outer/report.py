@@ -26,10 +26,12 @@ class Waiting:
 
     def __str__(self) -> str:
         islands = (
-            "; ".join(f"{name}: {why}" for name, why in sorted(self.islands.items())) or "all known islands are here"
+            "; ".join(f"{name}: {why}" for name, why in sorted(self.islands.items()))
+            or "all known islands are here"
         )
         return (
-            f"round {self.round}: {self.phase} for {self.seconds:.0f} s; {self.cause}{'; ' * bool(self.cause)}{islands}"
+            f"round {self.round}: {self.phase} for {self.seconds:.0f} s; "
+            f"{self.cause}{'; ' * bool(self.cause)}{islands}"
         )
 
 
@@ -40,7 +42,9 @@ class LoopSettings:
     max_tokens: int = 1 << 52
     """Largest number of tokens that any island may claim for a round; larger claims are refused."""
     experts_per_token: int = 0
-    """Number of experts that each token chooses in a layer, if the loop counts these choices; otherwise 0."""
+    """Number of experts that each token chooses in a layer, if the loop counts these choices;
+    otherwise 0.
+    """
     joins: bool = False
     """Whether the island must take the state of other islands and never begin a run."""
     index: int = 0
@@ -57,10 +61,13 @@ class LoopSettings:
     link_kbit: int = 0
     """Rate of the island's link in kbit/s; 0 if it is not known."""
     loss_scale: Callable[[], int | None] = lambda: None
-    """Function that returns the island's present loss scale, as a logarithm to base 2; None if it has
-    none. It is called only on the leader, on any thread."""
+    """Function that returns the island's present loss scale, as a logarithm to base 2; None if it
+    has none. It is called only on the leader, on any thread.
+    """
     cache_dir: Path | None = None
-    """Folder that keeps parts during a download. Without it a restarted island downloads all parts again."""
+    """Folder that keeps parts during a download. Without it a restarted island downloads all parts
+    again.
+    """
     hooks: Hooks = NO_HOOKS
     now: Callable[[], float] = time.monotonic
     """The leader's clock for timed rounds, in seconds."""
@@ -135,8 +142,10 @@ class RoundReport:
         fate = "committed" if self.is_committed else "aborted"
         cause = f" ({self.cause})" if self.cause else ""
         return (
-            f"round {self.round} attempt {self.attempt}: {fate}{cause} with {', '.join(self.participants)}; "
-            f"{self.bytes_sent:,} bytes sent, {self.bytes_received:,} received; waited {self.wait_seconds:.1f} s, "
+            f"round {self.round} attempt {self.attempt}: {fate}{cause} with "
+            f"{', '.join(self.participants)}; "
+            f"{self.bytes_sent:,} bytes sent, {self.bytes_received:,} received; waited "
+            f"{self.wait_seconds:.1f} s, "
             f"reduced in {self.reduce_seconds:.1f} s; pseudo-gradient {self.pseudo_grad_norm:.3g}; "
             f"digest {self.digest[:12]}"
         )

@@ -41,7 +41,9 @@ class Worker(Protocol):
         ...
 
 
-def start_thread(work: Callable[[], None], name: str, seconds: float = START_SECONDS) -> threading.Event:
+def start_thread(
+    work: Callable[[], None], name: str, seconds: float = START_SECONDS
+) -> threading.Event:
     """Run `work` in a new daemon thread. The returned event is set when the thread has ended, in
     any way.
 
@@ -61,7 +63,8 @@ def start_thread(work: Callable[[], None], name: str, seconds: float = START_SEC
     _thread.start_new_thread(live, ())
     if not has_begun.wait(seconds):
         raise RuntimeError(
-            f"the new thread {name!r} has not begun within {seconds:g} s: there may be too little memory"
+            f"the new thread {name!r} has not begun within {seconds:g} s: there may be too little "
+            "memory"
         )
     return has_ended
 
@@ -122,7 +125,9 @@ the loop little."""
 class _Piece:
     """One task of a worker."""
 
-    def __init__(self, work: Callable[[], None], worker: str, worker_has_ended: threading.Event) -> None:
+    def __init__(
+        self, work: Callable[[], None], worker: str, worker_has_ended: threading.Event
+    ) -> None:
         self._work = work
         self._worker = worker
         self._worker_has_ended = worker_has_ended
@@ -140,7 +145,9 @@ class _Piece:
         # the waiting thread.
         while not self._is_done.wait(POLL_SECONDS):
             if self._worker_has_ended.is_set() and not self._is_done.is_set():
-                raise RuntimeError(f"the thread {self._worker!r} has ended before its work was done")
+                raise RuntimeError(
+                    f"the thread {self._worker!r} has ended before its work was done"
+                )
 
 
 class _Server:

@@ -1,4 +1,6 @@
-"""Attention in tiles, as docs/attention.md explains it: a small version that counts what it moves, and its plots."""
+"""Attention in tiles, as docs/attention.md explains it: a small version that counts what it moves,
+and its plots.
+"""
 
 from dataclasses import dataclass
 
@@ -32,7 +34,9 @@ class Traffic:
     written: int = 0
 
 
-def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int, traffic: Traffic) -> Tensor:
+def attend_in_tiles(
+    q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int, traffic: Traffic
+) -> Tensor:
     """Causal attention of queries (S, E), keys and values (S, E) of one head, tile by tile."""
     scale = q.shape[1] ** -0.5
     results = []
@@ -46,7 +50,10 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int, tr
             keys = k[left : left + columns]
             values = v[left : left + columns]
             traffic.read += keys.numel() + values.numel()
-            is_later = torch.arange(left, left + len(keys)) > torch.arange(top, top + len(queries))[:, None]
+            is_later = (
+                torch.arange(left, left + len(keys))
+                > torch.arange(top, top + len(queries))[:, None]
+            )
             scores = (queries @ keys.T * scale).masked_fill(is_later, -torch.inf)
             new_most = torch.maximum(most, scores.amax(1, keepdim=True))
             weights = (scores - new_most).exp()
@@ -62,7 +69,9 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int, tr
 def count_tiles(length: int, head_dim: int, rows: int, columns: int) -> Traffic:
     """What `attend_in_tiles` counts, by formula, where `rows` and `columns` divide the length."""
     pairs = sum(-(-(top + rows) // columns) for top in range(0, length, rows))
-    return Traffic(read=length * head_dim + 2 * pairs * columns * head_dim, written=length * (head_dim + 1))
+    return Traffic(
+        read=length * head_dim + 2 * pairs * columns * head_dim, written=length * (head_dim + 1)
+    )
 
 
 def count_whole(length: int, head_dim: int) -> Traffic:
@@ -73,7 +82,9 @@ def count_whole(length: int, head_dim: int) -> Traffic:
 
 
 def kept_bytes(length: int) -> int:
-    """What a layer of 8b keeps of attention for the backward of one sequence, by the plan of `diloco mesh`."""
+    """What a layer of 8b keeps of attention for the backward of one sequence, by the plan of
+    `diloco mesh`.
+    """
     work = Workload(
         sizes=PRESETS["8b"],
         degrees=Degrees(),
@@ -83,23 +94,31 @@ def kept_bytes(length: int) -> int:
         num_micro_batches=1,
         compute_itemsize=BF16,
     )
-    return ActivationMemory(work, "cuda").block("none") - ActivationMemory(work, "cuda").block("attention")
+    return ActivationMemory(work, "cuda").block("none") - ActivationMemory(work, "cuda").block(
+        "attention"
+    )
 
 
 def score_bytes(length: int) -> int:
-    """A matrix of scores for each head of a layer of 8b, in bf16, which attention in tiles never has."""
+    """A matrix of scores for each head of a layer of 8b, in bf16, which attention in tiles never
+    has.
+    """
     return BF16 * PRESETS["8b"].num_heads * length * length
 
 
 def table() -> str:
     """Bytes that attention of one head moves, and that a layer keeps, by length."""
     lines = [
-        "| positions | moved, scores in memory | moved, in tiles | kept by a layer | its scores would be |",
+        "| positions | moved, scores in memory | moved, in tiles | kept by a layer | its scores "
+        "would be |",
         "|---:|---:|---:|---:|---:|",
     ]
     for length in LENGTHS[::2]:
         whole, tiles = moved_bytes(length)
-        cells = [f"{length:,}", *map(human_bytes, (whole, tiles, kept_bytes(length), score_bytes(length)))]
+        cells = [
+            f"{length:,}",
+            *map(human_bytes, (whole, tiles, kept_bytes(length), score_bytes(length))),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -113,13 +132,30 @@ def moved_bytes(length: int) -> tuple[int, int]:
 
 def draw_traffic() -> Figure:
     """Bytes that move and bytes that are kept, against the length."""
-    figure, axes = narrow_axes("Attention: bytes against length", "positions of a sequence", "bytes")
+    figure, axes = narrow_axes(
+        "Attention: bytes against length", "positions of a sequence", "bytes"
+    )
     moved = [moved_bytes(length) for length in LENGTHS]
     lines = [
-        ("moved by a head, scores in memory", [whole for whole, _ in moved], ISLAND_COLORS[1], "o-"),
+        (
+            "moved by a head, scores in memory",
+            [whole for whole, _ in moved],
+            ISLAND_COLORS[1],
+            "o-",
+        ),
         ("moved by a head, in tiles of 128", [tiles for _, tiles in moved], ISLAND_COLORS[0], "o-"),
-        ("scores of a layer of 8b, if kept", [score_bytes(length) for length in LENGTHS], REFERENCE, "s--"),
-        ("kept by a layer of 8b, as planned", [kept_bytes(length) for length in LENGTHS], ISLAND_COLORS[2], "s--"),
+        (
+            "scores of a layer of 8b, if kept",
+            [score_bytes(length) for length in LENGTHS],
+            REFERENCE,
+            "s--",
+        ),
+        (
+            "kept by a layer of 8b, as planned",
+            [kept_bytes(length) for length in LENGTHS],
+            ISLAND_COLORS[2],
+            "s--",
+        ),
     ]
     for label, values, color, style in lines:
         axes.plot(LENGTHS, values, style, color=color, label=label)
@@ -140,7 +176,9 @@ def draw_tiles() -> Figure:
         for column in range(row + 1):
             number += 1
             color = ISLAND_COLORS[1] if row == column else ISLAND_COLORS[4]
-            axes.add_patch(Rectangle((column, row), 1, 1, facecolor=color, edgecolor="white", alpha=0.75))
+            axes.add_patch(
+                Rectangle((column, row), 1, 1, facecolor=color, edgecolor="white", alpha=0.75)
+            )
             axes.text(column + 0.5, row + 0.5, str(number), ha="center", va="center", fontsize=13)
     axes.set_xlim(0, size)
     axes.set_ylim(size, 0)

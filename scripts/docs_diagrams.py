@@ -32,11 +32,19 @@ def draw_round() -> str:
         Box(left, 412, width, 52, "Commit", ("outer step, new local params",), "commit"),
     ]
     middle = left + width // 2
-    labels = ["its steps are done: “ready”", "a plan is made", "the reduce ended", "all yes, one digest"]
+    labels = [
+        "its steps are done: “ready”",
+        "a plan is made",
+        "the reduce ended",
+        "all yes, one digest",
+    ]
     parts = [draw_box(state) for state in states]
     for row, label in enumerate(labels):
         top = 64 + 100 * row
-        parts += [draw_arrow((middle, top), (middle, top + 46)), draw_text(middle + 8, top + 28, label)]
+        parts += [
+            draw_arrow((middle, top), (middle, top + 46)),
+            draw_text(middle + 8, top + 28, label),
+        ]
     right = left + width
     abort = draw_arrow((right, 338), (right + 24, 338), (right + 24, 138), (right + 4, 138))
     back = draw_arrow((left, 438), (left - 20, 438), (left - 20, 38), (left - 4, 38))
@@ -61,7 +69,10 @@ def draw_islands() -> str:
     second = [
         Box(8, 238, 344, 150, "Island 1: 2 pipeline stages", kind="group"),
         Box(20, 270, 320, 42, "the same vector, the same parts"),
-        *(Box(20 + 164 * stage, 324, 156, 52, f"stage {stage}", ("half of the layers",)) for stage in range(2)),
+        *(
+            Box(20 + 164 * stage, 324, 156, 52, f"stage {stage}", ("half of the layers",))
+            for stage in range(2)
+        ),
     ]
     parts = [draw_box(box) for box in [*first, *second]]
     parts += [draw_arrow((296, 146), (296, 266)), draw_arrow((324, 270), (324, 150))]
@@ -84,19 +95,38 @@ def draw_seam() -> str:
         Box(8, 448, 160, 56, "RoundProtocol", ("ready, plan, vote",)),
         Box(8, 516, 160, 56, "OuterOptimizer", ("fp32; sharded or whole",), "commit"),
     ]
-    others = [Box(box.x + 184, box.y, box.width, box.height, box.title, box.lines, box.kind) for box in layers]
+    others = [
+        Box(box.x + 184, box.y, box.width, box.height, box.title, box.lines, box.kind)
+        for box in layers
+    ]
     parts = [draw_box(box) for box in [*layers, *others]]
     parts.append(draw_text(88, 24, "island 0: four ranks", "title", "middle"))
     parts.append(draw_text(272, 24, "island 1: one process", "title", "middle"))
     for middle in (88, 272):
-        parts += [draw_arrow((middle - 8, 112), (middle - 8, 148)), draw_arrow((middle + 8, 150), (middle + 8, 114))]
-        parts += [draw_arrow((middle - 8, 206), (middle - 8, 242)), draw_arrow((middle + 8, 244), (middle + 8, 208))]
+        parts += [
+            draw_arrow((middle - 8, 112), (middle - 8, 148)),
+            draw_arrow((middle + 8, 150), (middle + 8, 114)),
+        ]
+        parts += [
+            draw_arrow((middle - 8, 206), (middle - 8, 242)),
+            draw_arrow((middle + 8, 244), (middle + 8, 208)),
+        ]
         parts.append(draw_arrow((middle, 572), (middle, 618)))
     parts.append(draw_text(180, 135, "every H steps", anchor="middle"))
     parts.append(draw_text(180, 229, "the seam", "title", "middle"))
     for height in (408, 476):
-        parts += [draw_arrow((168, height - 6), (190, height - 6)), draw_arrow((192, height + 6), (170, height + 6))]
-    swarm = Box(8, 620, 344, 56, "swarm: a rendezvous, or hivemind's DHT", ("who is in the run, and the run's config",))
+        parts += [
+            draw_arrow((168, height - 6), (190, height - 6)),
+            draw_arrow((192, height + 6), (170, height + 6)),
+        ]
+    swarm = Box(
+        8,
+        620,
+        344,
+        56,
+        "swarm: a rendezvous, or hivemind's DHT",
+        ("who is in the run, and the run's config",),
+    )
     parts.append(draw_box(swarm))
     return page(686, "The layers of two islands, and what crosses between them", parts)
 
@@ -110,8 +140,16 @@ def draw_building() -> str:
         ("Cut matrices, if tp > 1", "and the stream along the sequence", "parallel/tensor.py"),
         ("Recompute", "what the backward computes again", "parallel/recompute.py"),
         ("torch.compile", "each block", "parallel/compile.py"),
-        ("fully_shard, or whole replicas", "if several ranks have the same weights", "parallel/weights/"),
-        ("Initial weights", "by seed and name, or slices of a folder", "model/init.py, huggingface/load.py"),
+        (
+            "fully_shard, or whole replicas",
+            "if several ranks have the same weights",
+            "parallel/weights/",
+        ),
+        (
+            "Initial weights",
+            "by seed and name, or slices of a folder",
+            "model/init.py, huggingface/load.py",
+        ),
         ("Copies in the compute dtype", "without FSDP", "parallel/weights/compute_copies.py"),
         ("OneStage or Pipeline", "torch's schedules, if pp > 1", "parallel/pipeline/"),
     ]
@@ -149,12 +187,16 @@ def draw_messages() -> str:
             parts.append(draw_arrow((begin + 6, top), (end - 6, top)))
             parts.append(draw_arrow((end - 6, top + 12), (begin + 6, top + 12)))
         parts.append(draw_arrow((left + 6, top + 26), (right - 6, top + 26)))
-    parts.append(draw_text(180, 406, "vote, to all others: the next state's digest", "label", "middle"))
+    parts.append(
+        draw_text(180, 406, "vote, to all others: the next state's digest", "label", "middle")
+    )
     for row, (begin, end) in enumerate([(left, middle), (middle, right), (right, left)]):
         parts.append(draw_arrow((begin, 416 + 16 * row), (end, 422 + 16 * row)))
     parts.append(draw_text(180, 484, "a receipt for each vote; then", "label", "middle"))
     lines = ("all have the same bits, or nobody has changed any",)
-    parts.append(draw_box(Box(8, 500, 344, 56, "Commit: outer step, new local params", lines, "commit")))
+    parts.append(
+        draw_box(Box(8, 500, 344, 56, "Commit: outer step, new local params", lines, "commit"))
+    )
     return page(566, "The messages of a round between three islands", parts)
 
 
@@ -180,7 +222,9 @@ def draw_ledger() -> str:
 
 
 def draw_coordinator() -> str:
-    """Among more than four islands all speak with one of them; payloads still go from all to all."""
+    """Among more than four islands all speak with one of them; payloads still go from all to
+    all.
+    """
     rim = [(60, 60), (300, 60), (40, 190), (320, 190), (100, 300), (260, 300)]
     parts = []
     for x, y in rim:

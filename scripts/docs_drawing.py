@@ -1,4 +1,6 @@
-"""Boxes, arrows and words as SVG, narrow enough for a phone and legible on a light and on a dark page."""
+"""Boxes, arrows and words as SVG, narrow enough for a phone and legible on a light and on a dark
+page.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

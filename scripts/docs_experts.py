@@ -1,5 +1,5 @@
-"""The table of docs/experts.md: what Qwen3-30B-A3B sends between islands, and how much time that leaves, from the
-planner.
+"""The table of docs/experts.md: what Qwen3-30B-A3B sends between islands, and how much time that
+leaves, from the planner.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,9 @@ data: {seq_len: 4096}
 outer: {inner_steps: 100, rounds: 100, codec: bf16, transport: tls}
 island: {ranks: 64, mesh: {ep: 8}, micro_batch: 1, compute_dtype: bfloat16}
 """
-NO_HOST = HostSpeed(encode=0.0, decode=0.0, merge=0.0, snapshot=0.0, step=0.0, write=0.0, digest=0.0)
+NO_HOST = HostSpeed(
+    encode=0.0, decode=0.0, merge=0.0, snapshot=0.0, step=0.0, write=0.0, digest=0.0
+)
 """The table leaves out the host's work, which differs from machine to machine."""
 
 
@@ -47,7 +49,9 @@ def predict_cycle(num_islands: int, gigabits: int, overrides: tuple[str, ...]) -
         outer=config.outer,
         specs=averaged_specs(island.work.sizes),
         num_islands=num_islands,
-        step_seconds=compute_seconds(island.work, config.optimizer.tokens_per_step, find_gpu("h100").flops),
+        step_seconds=compute_seconds(
+            island.work, config.optimizer.tokens_per_step, find_gpu("h100").flops
+        ),
         link=LinkSpeed(gigabits * 1e9, RTT_SECONDS),
         speed=NO_HOST,
         ranks=island.work.degrees.num_ranks,
@@ -61,7 +65,9 @@ def sharing_table() -> str:
         "| codec | islands | sent per round | at 1 Gbit/s | computes | at 10 Gbit/s | computes |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    lines += [f"| {' | '.join(_cells(name, number))} |" for name, number in product(CHOICES, ISLANDS)]
+    lines += [
+        f"| {' | '.join(_cells(name, number))} |" for name, number in product(CHOICES, ISLANDS)
+    ]
     return "\n".join(lines)
 
 

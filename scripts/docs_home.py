@@ -20,11 +20,15 @@ NAMES = {
 
 
 def draw_bytes() -> Figure:
-    """Held-out loss against the bytes that an island has sent, from the kept runs of the README's experiment."""
+    """Held-out loss against the bytes that an island has sent, from the kept runs of the README's
+    experiment.
+    """
     with tempfile.TemporaryDirectory() as folder:
         lines = read_lines(Path(folder))
     sent = next(each for each in ABSCISSAE if each.stem == "bytes")
-    figure, axes = narrow_axes("Loss against bytes", "bytes that an island sends", "held-out loss, nats per token")
+    figure, axes = narrow_axes(
+        "Loss against bytes", "bytes that an island sends", "held-out loss, nats per token"
+    )
     for line, color in zip(lines, [REFERENCE, *ISLAND_COLORS], strict=False):
         points = curve_points(line, sent)
         label = f"{NAMES[line.row.label]}: {line.loss:.3f}"

@@ -1,4 +1,6 @@
-"""Tables and plots of docs/long-context.md: what a long sequence costs, from the planner of `diloco mesh`."""
+"""Tables and plots of docs/long-context.md: what a long sequence costs, from the planner of `diloco
+mesh`.
+"""
 
 from matplotlib.figure import Figure
 
@@ -41,7 +43,9 @@ def peak(length: int, cp: int, recompute: Recompute = "full") -> int:
 
 def sent(length: int, cp: int) -> int:
     """Bytes of keys, values and their gradients that a rank sends in a step."""
-    return sum(row.sent_bytes for row in expected_traffic(workload(length, cp), 0) if row.axis == "cp")
+    return sum(
+        row.sent_bytes for row in expected_traffic(workload(length, cp), 0) if row.axis == "cp"
+    )
 
 
 def attention_share(length: int) -> float:
@@ -51,7 +55,9 @@ def attention_share(length: int) -> float:
 
 
 def memory_table() -> str:
-    """The peak of a rank by length and degree of cp, with what does not fit in a card in brackets."""
+    """The peak of a rank by length and degree of cp, with what does not fit in a card in
+    brackets.
+    """
     heads = " | ".join(f"cp {cp}" for cp in DEGREES)
     lines = [f"| positions | attention's share | {heads} |", "|---:|---:|" + "---:|" * len(DEGREES)]
     for length in LENGTHS:
@@ -67,9 +73,13 @@ def shown(num_bytes: int) -> str:
 
 
 def traffic_table() -> str:
-    """What a rank sends for attention, beside the operations that it makes meanwhile, at 131,072 positions."""
+    """What a rank sends for attention, beside the operations that it makes meanwhile, at 131,072
+    positions.
+    """
     length = 131072
-    lines = ["| cp | positions of a rank | sent in a step | PFLOP of a rank in a step | PFLOP for a GB |"]
+    lines = [
+        "| cp | positions of a rank | sent in a step | PFLOP of a rank in a step | PFLOP for a GB |"
+    ]
     lines.append("|---:|---:|---:|---:|---:|")
     for cp in DEGREES:
         num_bytes = sent(length, cp)
@@ -88,9 +98,17 @@ def traffic_table() -> str:
 
 def draw_memory() -> Figure:
     """The peak of a rank against the length, for each degree of cp, and the memory of a card."""
-    figure, axes = narrow_axes("8b on 16 GPUs: the fullest rank", "positions of a sequence", "GB", height=4.2)
+    figure, axes = narrow_axes(
+        "8b on 16 GPUs: the fullest rank", "positions of a sequence", "GB", height=4.2
+    )
     for cp, color in zip(DEGREES, ISLAND_COLORS, strict=False):
-        axes.plot(LENGTHS, [peak(length, cp) / 1e9 for length in LENGTHS], "o-", color=color, label=f"cp {cp}")
+        axes.plot(
+            LENGTHS,
+            [peak(length, cp) / 1e9 for length in LENGTHS],
+            "o-",
+            color=color,
+            label=f"cp {cp}",
+        )
     axes.axhline(CARD / 1e9, color=REFERENCE, ls="--", label="an H100 has 80 GB")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -102,10 +120,24 @@ def draw_memory() -> Figure:
 
 def draw_flops() -> Figure:
     """Operations for a token against the length: those that do not depend on it, and attention."""
-    figure, axes = narrow_axes("8b: operations for a token", "positions of a sequence", "GFLOP", height=3.6)
+    figure, axes = narrow_axes(
+        "8b: operations for a token", "positions of a sequence", "GFLOP", height=3.6
+    )
     flops = [flops_per_token(SIZES, length) for length in LENGTHS]
-    axes.plot(LENGTHS, [each.matmul / 1e9 for each in flops], "o-", color=ISLAND_COLORS[0], label="matrices")
-    axes.plot(LENGTHS, [each.attention / 1e9 for each in flops], "o-", color=ISLAND_COLORS[1], label="attention")
+    axes.plot(
+        LENGTHS,
+        [each.matmul / 1e9 for each in flops],
+        "o-",
+        color=ISLAND_COLORS[0],
+        label="matrices",
+    )
+    axes.plot(
+        LENGTHS,
+        [each.attention / 1e9 for each in flops],
+        "o-",
+        color=ISLAND_COLORS[1],
+        label="attention",
+    )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     name_lengths(axes)

@@ -1,4 +1,6 @@
-"""The table of docs/long-run.md: what models of several sizes weigh on two islands of 32 GPUs, from the planner."""
+"""The table of docs/long-run.md: what models of several sizes weigh on two islands of 32 GPUs, from
+the planner.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,5 @@
-"""Draws the plots of docs/ that follow from the planner or from kept runs, and puts its tables into the pages.
+"""Draws the plots of docs/ that follow from the planner or from kept runs, and puts its tables into
+the pages.
 
 python -m scripts.docs_plots
 """
@@ -9,7 +10,14 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from diloco.report.style import plot_style, save
-from scripts import docs_attention, docs_experts, docs_home, docs_long_context, docs_long_run, docs_roofline
+from scripts import (
+    docs_attention,
+    docs_experts,
+    docs_home,
+    docs_long_context,
+    docs_long_run,
+    docs_roofline,
+)
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PLOTS: dict[str, Callable[[], Figure]] = {

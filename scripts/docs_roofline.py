@@ -1,4 +1,6 @@
-"""Tables and plots of docs/roofline.md: the roofline of our step, beside what was measured on an H100."""
+"""Tables and plots of docs/roofline.md: the roofline of our step, beside what was measured on an
+H100.
+"""
 
 import re
 from dataclasses import dataclass, replace
@@ -26,7 +28,9 @@ GPU = find_gpu("h100")
 ADAMW = STATE_BYTES["adamw"]
 COPY_RATE = 2.94e12
 PRODUCT_RATE = 768e12
-"""What one H100 did at most, by docs/log.md: bytes per second of a copy, and operations of a product of 8192 cubed."""
+"""What one H100 did at most, by docs/log.md: bytes per second of a copy, and operations of a
+product of 8192 cubed.
+"""
 MICRO_BATCH_TOKENS = {"150m": 16384, "1b": 8192, "six": 8192}
 """Tokens of a micro-batch where they were measured: scripts/gpu_report/speed.py."""
 
@@ -92,7 +96,12 @@ def command_output() -> str:
         "island.parallel.recompute=full",
     ]
     out = StringIO()
-    show_mesh(ROOT / "configs/quickstart.yaml", words, MeshRequest(gpu="h100"), Console(file=out, width=100))
+    show_mesh(
+        ROOT / "configs/quickstart.yaml",
+        words,
+        MeshRequest(gpu="h100"),
+        Console(file=out, width=100),
+    )
     section = "Roofline" + out.getvalue().split("\nRoofline")[1].split("\n\n")[0]
     return "\n".join(f"    {line.rstrip()}" for line in section.splitlines())
 
@@ -108,13 +117,17 @@ def table() -> str:
     """Each measured shape with its share of time by kind of work, its best and its measured MFU."""
     shapes = measured_shapes()
     names = list(seconds_of(shapes[0]))
-    lines = [f"| share of the measured step | {' | '.join(short(shape.label) for shape in shapes)} |"]
+    lines = [
+        f"| share of the measured step | {' | '.join(short(shape.label) for shape in shapes)} |"
+    ]
     lines.append("|---|" + "---:|" * len(shapes))
     parts = [seconds_of(shape) for shape in shapes]
     for name in names:
         cells = [f"{part[name] / sum(part.values()):.1%}" for part in parts]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines.append(f"| MFU at best | {' | '.join(f'{roofline_mfu(s.work, ADAMW, GPU):.0%}' for s in shapes)} |")
+    lines.append(
+        f"| MFU at best | {' | '.join(f'{roofline_mfu(s.work, ADAMW, GPU):.0%}' for s in shapes)} |"
+    )
     lines.append(f"| MFU measured | {' | '.join(f'{shape.mfu:.1%}' for shape in shapes)} |")
     return "\n".join(lines)
 
@@ -126,8 +139,12 @@ def short(label: str) -> str:
 
 
 def draw_roof() -> Figure:
-    """The roof of an H100, by its data sheet and as measured, and where the work of a step of 8b's layers lies."""
-    figure, axes = narrow_axes("The roof of an H100", "operations per byte of memory traffic", "TFLOP/s", height=4.2)
+    """The roof of an H100, by its data sheet and as measured, and where the work of a step of 8b's
+    layers lies.
+    """
+    figure, axes = narrow_axes(
+        "The roof of an H100", "operations per byte of memory traffic", "TFLOP/s", height=4.2
+    )
     ridge = GPU.flops / GPU.memory_rate
     intensities = sorted([2.0**power for power in range(14)] + [ridge, PRODUCT_RATE / COPY_RATE])
     roofs = [
@@ -136,14 +153,23 @@ def draw_roof() -> Figure:
     ]
     for label, flops, rate, style in roofs:
         axes.plot(
-            intensities, [min(flops, rate * each) / 1e12 for each in intensities], style, color=REFERENCE, label=label
+            intensities,
+            [min(flops, rate * each) / 1e12 for each in intensities],
+            style,
+            color=REFERENCE,
+            label=label,
         )
     shape = measured_shapes()[-1]
     kinds = [kind for kind in step_work(shape.work, ADAMW) if kind.flops]
     for kind, color in zip(kinds, ISLAND_COLORS, strict=False):
         intensity = kind.flops / kind.num_bytes
         axes.plot(
-            intensity, min(GPU.flops, GPU.memory_rate * intensity) / 1e12, "o", ms=14, color=color, label=kind.name
+            intensity,
+            min(GPU.flops, GPU.memory_rate * intensity) / 1e12,
+            "o",
+            ms=14,
+            color=color,
+            label=kind.name,
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -161,7 +187,9 @@ def draw_time() -> Figure:
     lefts = [0.0] * len(shapes)
     for name, color in zip(parts[0], colors, strict=True):
         shares = [part[name] / sum(part.values()) for part in parts]
-        axes.barh(range(len(shapes)), shares, left=lefts, color=color, label=name, edgecolor="white")
+        axes.barh(
+            range(len(shapes)), shares, left=lefts, color=color, label=name, edgecolor="white"
+        )
         lefts = [left + share for left, share in zip(lefts, shares, strict=True)]
     axes.set_yticks(range(len(shapes)), [short(shape.label) for shape in shapes])
     axes.invert_yaxis()

@@ -1,11 +1,15 @@
-"""The page of all settings as the site shows it: a heading for each section, and cells that a phone can stack."""
+"""The page of all settings as the site shows it: a heading for each section, and cells that a phone
+can stack.
+"""
 
 import re
 
 ROW = re.compile(r"^\| `([\w.\[\]]+)` \|.*$")
 CELL = re.compile(r"<td>(.*?)</td>", re.DOTALL)
 HEADS = ("", "allowed", "default", "")
-"""What stands before a cell on a phone, where the table has no head; the key and the meaning need nothing."""
+"""What stands before a cell on a phone, where the table has no head; the key and the meaning need
+nothing.
+"""
 
 
 def split_by_section(markdown: str) -> str:
@@ -31,7 +35,9 @@ def section_of(key: str) -> str:
 
 
 def name_cells(html: str) -> str:
-    """The page's HTML, each row's cells with what they are, and keys that break where a reader expects it."""
+    """The page's HTML, each row's cells with what they are, and keys that break where a reader
+    expects it.
+    """
     rows = [name_cells_of_row(row) for row in re.split(r"(?=<tr>)", html)]
     return f'<div class="settings">{"".join(rows)}</div>'
 

@@ -1,4 +1,6 @@
-"""Hooks of mkdocs: pages that are made, and links to files beside docs/, which a site does not have."""
+"""Hooks of mkdocs: pages that are made, and links to files beside docs/, which a site does not
+have.
+"""
 
 import re
 import subprocess
@@ -8,7 +10,9 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs takes it away again when this file is read
+sys.path.insert(
+    0, str(Path(__file__).parents[1])
+)  # mkdocs takes it away again when this file is read
 
 from scripts import docs_settings, docs_tutorials
 
@@ -47,7 +51,11 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made from the program, from the decisions, and from the tutorials."""
     files.append(File.generated(config, "commands.md", content=commands_page()))
     files.append(File.generated(config, "api.md", content=api_page()))
-    files.append(File.generated(config, "decisions/index.md", content=decisions_page(ROOT / "docs" / "decisions")))
+    files.append(
+        File.generated(
+            config, "decisions/index.md", content=decisions_page(ROOT / "docs" / "decisions")
+        )
+    )
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.py")):
         content = docs_tutorials.page_of(path)
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=content))
@@ -55,7 +63,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Keep the words of a link out of docs/ and drop the link; lead links to a tutorial to its page."""
+    """Keep the words of a link out of docs/ and drop the link; lead links to a tutorial to its
+    page.
+    """
     markdown = TUTORIAL.sub(r"(\1.md)", markdown)
     if page.file.src_uri == "settings.md":
         markdown = docs_settings.split_by_section(markdown)
@@ -63,14 +73,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Make the settings readable on a phone, and plots lead to themselves, so that a tap shows them at full size."""
+    """Make the settings readable on a phone, and plots lead to themselves, so that a tap shows them
+    at full size.
+    """
     html = PICTURE.sub(r'<a href="\1">\g<0></a>', html)
     return docs_settings.name_cells(html) if page.file.src_uri == "settings.md" else html
 
 
 def decisions_page(folder: Path) -> str:
     """The titles of all decisions."""
-    titles = [(path.name, path.read_text().splitlines()[0].removeprefix("# ")) for path in sorted(folder.glob("0*.md"))]
+    titles = [
+        (path.name, path.read_text().splitlines()[0].removeprefix("# "))
+        for path in sorted(folder.glob("0*.md"))
+    ]
     return "# Decisions\n\n" + "\n".join(f"- [{title}]({name})" for name, title in titles) + "\n"
 
 
@@ -78,8 +93,10 @@ def api_page() -> str:
     """Classes and protocols, to be filled in from their docstrings by mkdocstrings."""
     lines = [
         "# Python API",
-        "Made from the docstrings. `diloco.Islands` is used as [library](library.md) says, own code as",
-        "[extending](extending.md) says. The classes of the last two sections are what the parts of this project agree",
+        "Made from the docstrings. `diloco.Islands` is used as [library](library.md) says, own "
+        "code as",
+        "[extending](extending.md) says. The classes of the last two sections are what the parts "
+        "of this project agree",
         "on among themselves: they may change with any release, and the CHANGELOG says so.",
     ]
     for title, names in API.items():
@@ -92,15 +109,23 @@ def api_page() -> str:
 
 
 def commands_page() -> str:
-    """All commands with their options, as typer describes them, without those that only other commands start."""
+    """All commands with their options, as typer describes them, without those that only other
+    commands start.
+    """
     from diloco.cli.main import app
 
-    hidden = {each.callback.__name__ for each in app.registered_commands if each.hidden and each.callback is not None}
+    hidden = {
+        each.callback.__name__
+        for each in app.registered_commands
+        if each.hidden and each.callback is not None
+    }
     words = [sys.executable, "-m", "typer", "diloco.cli.main", "utils", "docs", "--name", "diloco"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     begin, *sections = re.split(r"(?m)^(?=## `diloco )", done.stdout)
     kept = [each for each in sections if COMMAND.match(each.splitlines()[0])[1] not in hidden]  # type: ignore[index]
     begin = "\n".join(
-        line for line in begin.splitlines() if not line.startswith(tuple(f"* `{name}`" for name in hidden))
+        line
+        for line in begin.splitlines()
+        if not line.startswith(tuple(f"* `{name}`" for name in hidden))
     )
     return begin.replace("# `diloco`", "# Commands", 1) + "\n\n" + "".join(kept)

@@ -1,6 +1,8 @@
-"""Runs tutorials, keeps what each of their cells prints, and makes pages of text, code and kept output.
+"""Runs tutorials, keeps what each of their cells prints, and makes pages of text, code and kept
+output.
 
-python -m scripts.docs_tutorials [NAME ...]    # runs them, all by default; keeps output and pictures in docs/
+python -m scripts.docs_tutorials [NAME ...]    # runs them, all by default; keeps output and
+                                               pictures in docs/
 """
 
 import argparse
@@ -42,14 +44,22 @@ def outputs_path(tutorial: Path) -> Path:
 
 
 def run(tutorial: Path, folder: Path) -> list[str]:
-    """Run a tutorial in an empty folder, where its pictures then lie. Returns what each code cell printed."""
+    """Run a tutorial in an empty folder, where its pictures then lie. Returns what each code cell
+    printed.
+    """
     code = [text for kind, text in cells_of(tutorial) if kind == "code"]
     marked = [f"print({MARK.format(number)!r})\n{text}\n" for number, text in enumerate(code)]
     script = folder / tutorial.name
     script.write_text("\n".join(marked))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(folder),
+    }
     command = [sys.executable, "-u", str(script)]
-    done = subprocess.run(command, cwd=folder, env=environment, timeout=SECONDS, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, timeout=SECONDS, capture_output=True, text=True
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{tutorial.name} failed:\n{done.stdout}\n{done.stderr}")
     rest = done.stdout.replace(str(folder), TEMPORARY)
@@ -75,7 +85,9 @@ def record(tutorial: Path) -> None:
 
 
 def page_of(tutorial: Path) -> str:
-    """The page of a tutorial in Markdown: its text, its code, and below each cell what it has printed."""
+    """The page of a tutorial in Markdown: its text, its code, and below each cell what it has
+    printed.
+    """
     outputs = iter(json.loads(outputs_path(tutorial).read_text())["outputs"])
     parts = []
     for kind, text in cells_of(tutorial):
@@ -86,14 +98,19 @@ def page_of(tutorial: Path) -> str:
         output = next(outputs)
         if output:
             parts.append(f"``` {{.text .output}}\n{output}\n```")
-    how = f"`python docs/tutorials/{tutorial.name}` runs this page. Below each cell stands what it printed."
+    how = (
+        f"`python docs/tutorials/{tutorial.name}` runs this page. Below each cell stands what "
+        "it printed."
+    )
     title, *others = parts
     heading, _, rest = title.partition("\n")
     return "\n\n".join([heading, how, rest.strip(), *others]) + "\n"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     known = sorted(path.stem for path in TUTORIALS.glob("*.py"))
     text = f"tutorials to run: any of {', '.join(known)}; default: all"
     parser.add_argument("names", nargs="*", metavar="NAME", help=text)

@@ -1,7 +1,9 @@
 """Keeps the results of an experiment's finished runs in one file for git, and restores them.
 
-    python -m scripts.finished_runs keep FOLDER FILE      # FOLDER: the experiment's, runs/experiments/NAME
-    python -m scripts.finished_runs restore FILE FOLDER   # `diloco experiment` then makes only missing runs
+    python -m scripts.finished_runs keep FOLDER FILE      # FOLDER: the experiment's,
+                                                          runs/experiments/NAME
+    python -m scripts.finished_runs restore FILE FOLDER   # `diloco experiment` then makes only
+                                                          missing runs
 
 FILE has a line for each run, by the name of its folder, which ends in the hash of its config.
 """
@@ -16,7 +18,9 @@ from inner.files import write_atomically
 
 def keep(folder: Path, file: Path) -> int:
     """Add the results of the folder's finished runs to the file. Return the number of its runs."""
-    found = read(file) | {path.parent.name: json.loads(path.read_text()) for path in folder.glob(f"runs/*/{FINISHED}")}
+    found = read(file) | {
+        path.parent.name: json.loads(path.read_text()) for path in folder.glob(f"runs/*/{FINISHED}")
+    }
     lines = [f"{json.dumps(name)}: {json.dumps(result)}" for name, result in sorted(found.items())]
     write_atomically(file, "{\n" + ",\n".join(lines) + "\n}\n")
     return len(found)

@@ -39,7 +39,11 @@ def main(path: Path = FINISHED) -> None:
         spreads = {what: spread([losses[run][-1] for run in runs]) for what, runs in VARIED.items()}
         print(name, ", ".join(f"{what} {value:.2f} %" for what, value in spreads.items()))
         ends = [losses[run][-NUM_LAST:] for run in VARIED["both"]]
-        print(f"  scatter of the last {NUM_LAST} {mean(map(scatter, ends)):.2f} %, spread of their means", end=" ")
+        print(
+            f"  scatter of the last {NUM_LAST} {mean(map(scatter, ends)):.2f} %, spread of their "
+            "means",
+            end=" ",
+        )
         print(f"{spread([mean(end) for end in ends]):.2f} %")
     for what, runs in VARIED.items():
         print_gap(what, *([losses[run][-1] for run in runs] for losses in methods.values()))
@@ -52,7 +56,9 @@ def read_losses(path: Path) -> dict[str, Losses]:
     for row in build_rows(load_experiment(EXPERIMENT)).rows:
         losses = found["data-parallel" if row.is_data_parallel else "DiLoCo"]
         for run in (row.run(seed) for seed in row.seeds):
-            losses[row.config.order_seed or 0, run.seed] = [loss for _, loss in by_id[run.run_id]["curve"]]
+            losses[row.config.order_seed or 0, run.seed] = [
+                loss for _, loss in by_id[run.run_id]["curve"]
+            ]
     return found
 
 
@@ -68,7 +74,9 @@ def scatter(values: list[float]) -> float:
     """
     places = range(len(values))
     line = linear_regression(places, values)
-    squares = [(y - line.slope * x - line.intercept) ** 2 for x, y in zip(places, values, strict=True)]
+    squares = [
+        (y - line.slope * x - line.intercept) ** 2 for x, y in zip(places, values, strict=True)
+    ]
     return 100 * (sum(squares) / (len(values) - 2)) ** 0.5 / mean(values)
 
 
@@ -80,8 +88,13 @@ def print_gap(what: str, plain: list[float], diloco: list[float]) -> None:
     high = gap.mean + gap.half_width
     of_pairs = 100 * stdev(ours / theirs for ours, theirs in zip(diloco, plain, strict=True))
     alone = 100 * (variance(plain) + variance(diloco)) ** 0.5 / mean(plain)
-    print(f"gap, by {what}: {100 * gap.mean:+.2f} % [{100 * low:+.2f}, {100 * high:+.2f}],", end=" ")
-    print(f"spread {of_pairs:.2f} %, without pairs {alone:.2f} %, correlation {correlation(plain, diloco):.2f}")
+    print(
+        f"gap, by {what}: {100 * gap.mean:+.2f} % [{100 * low:+.2f}, {100 * high:+.2f}],", end=" "
+    )
+    print(
+        f"spread {of_pairs:.2f} %, without pairs {alone:.2f} %, correlation "
+        f"{correlation(plain, diloco):.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The README's table and picture of an experiment, from the results of its finished runs that are kept in git.
+"""The README's table and picture of an experiment, from the results of its finished runs that are
+kept in git.
 
 python -m scripts.readme_figures      # prints the table, draws docs/images/ten-minutes.png
 """
@@ -42,7 +43,10 @@ def format_table(lines: list[TableLine]) -> str:
     Bytes are also given as a share of the bytes of data-parallel training, which is the first row.
     """
     whole = lines[0].sent_bytes
-    text = ["| row | held-out loss, three seeds | to data-parallel | sent by an island |", "|---|---:|---:|---:|"]
+    text = [
+        "| row | held-out loss, three seeds | to data-parallel | sent by an island |",
+        "|---|---:|---:|---:|",
+    ]
     for line in lines:
         share = f" (1/{whole / line.sent_bytes:.0f})" if line is not lines[0] else ""
         cells = (line.row.label, human_loss(line.loss), format_difference(line.difference))

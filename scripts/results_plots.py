@@ -27,7 +27,10 @@ def read_table(page: str, heading: str) -> Table:
     section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     below = dropwhile(lambda line: not line.startswith("|"), section.splitlines())
     lines = list(takewhile(lambda line: line.startswith("|"), below))
-    return [[cell.strip().replace("**", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return [
+        [cell.strip().replace("**", "") for cell in line.strip("|").split("|")]
+        for line in lines[2:]
+    ]
 
 
 def numbers(text: str) -> list[float]:
@@ -54,7 +57,9 @@ def draw_faults(rows: Table) -> Figure:
 
 def draw_unequal(rows: Table) -> Figure:
     """Draw held-out loss and seconds of each run, two for each method."""
-    figure, axes = new_axes("Islands of speeds 1, 1, 1/2 and 1/4", "seconds", "held-out loss (nats per token)")
+    figure, axes = new_axes(
+        "Islands of speeds 1, 1, 1/2 and 1/4", "seconds", "held-out loss (nats per token)"
+    )
     for row, color in zip(rows, ISLAND_COLORS, strict=False):
         (first, first_seconds), (second, second_seconds) = numbers(row[2]), numbers(row[3])
         axes.plot(first_seconds, first, "o", color=color, markersize=9, label=row[0])
@@ -69,7 +74,9 @@ def draw_sizes(rows: Table) -> Figure:
 
     The gap is written beside DiLoCo's points.
     """
-    figure, axes = new_axes("20 tokens per parameter, four islands", "parameters", "held-out loss (nats per token)")
+    figure, axes = new_axes(
+        "20 tokens per parameter, four islands", "parameters", "held-out loss (nats per token)"
+    )
     axes.set_xscale("log")
     sizes = [size_of(row[0]) for row in rows]
     for column, label, color in (
@@ -77,10 +84,22 @@ def draw_sizes(rows: Table) -> Figure:
         (4, "DiLoCo, Nesterov 0.7/0.9, with its gap", ISLAND_COLORS[0]),
         (6, "DiLoCo, Nesterov 1/0.6", ISLAND_COLORS[1]),
     ):
-        points = [(size, numbers(row[column])[0]) for size, row in zip(sizes, rows, strict=True) if row[column] != "-"]
+        points = [
+            (size, numbers(row[column])[0])
+            for size, row in zip(sizes, rows, strict=True)
+            if row[column] != "-"
+        ]
         axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=6, label=label)
-    predicted = [(size, loss) for size, row in zip(sizes, rows, strict=True) for loss in numbers(row[8])]
-    axes.plot(*zip(*predicted, strict=True), "x", color=WRONG, markersize=9, label="predicted before they ran")
+    predicted = [
+        (size, loss) for size, row in zip(sizes, rows, strict=True) for loss in numbers(row[8])
+    ]
+    axes.plot(
+        *zip(*predicted, strict=True),
+        "x",
+        color=WRONG,
+        markersize=9,
+        label="predicted before they ran",
+    )
     for size, row in zip(sizes, rows, strict=True):
         above = {"xytext": (4, 8), "textcoords": "offset points", "color": ISLAND_COLORS[0]}
         axes.annotate(row[5].split(" %")[0] + " %", (size, numbers(row[4])[0]), **above)
@@ -100,7 +119,9 @@ def draw_fine_tuning(rows: Table) -> Figure:
 
     Arrows lead from before fine-tuning to after it.
     """
-    figure, axes = new_axes("Fine-tuned on English", "loss of the English", "loss of the source text")
+    figure, axes = new_axes(
+        "Fine-tuned on English", "loss of the English", "loss of the source text"
+    )
     for kind, color in (("data-parallel", REFERENCE), ("DiLoCo", ISLAND_COLORS[0])):
         starts = []
         ends = []
@@ -108,8 +129,15 @@ def draw_fine_tuning(rows: Table) -> Figure:
             (english, english_after), (source, source_after) = numbers(row[2]), numbers(row[4])
             starts.append((english, source))
             ends.append((english_after, source_after))
-            axes.annotate("", ends[-1], starts[-1], arrowprops={"arrowstyle": "->", "color": color, "shrinkA": 5})
-        axes.plot(*zip(*starts, strict=True), "o", color=color, markersize=8, label=f"{kind}, before")
+            axes.annotate(
+                "",
+                ends[-1],
+                starts[-1],
+                arrowprops={"arrowstyle": "->", "color": color, "shrinkA": 5},
+            )
+        axes.plot(
+            *zip(*starts, strict=True), "o", color=color, markersize=8, label=f"{kind}, before"
+        )
         axes.plot(*zip(*ends, strict=True), "s", color=color, markersize=8, label=f"{kind}, after")
     axes.legend(loc="upper right")
     return figure
@@ -117,9 +145,14 @@ def draw_fine_tuning(rows: Table) -> Figure:
 
 def draw_momentum(rows: Table) -> Figure:
     """Draw held-out loss against the learning rate, of the two inner optimizers with four rates."""
-    figure, axes = new_axes("A slow moment inside", "learning rate", "held-out loss (nats per token)")
+    figure, axes = new_axes(
+        "A slow moment inside", "learning rate", "held-out loss (nats per token)"
+    )
     axes.set_xscale("log")
-    for first, label, color in ((0, "AdamW", REFERENCE), (4, "slow moment and gradient", ISLAND_COLORS[0])):
+    for first, label, color in (
+        (0, "AdamW", REFERENCE),
+        (4, "slow moment and gradient", ISLAND_COLORS[0]),
+    ):
         chosen = rows[first : first + 4]
         rates = [numbers(row[1])[0] for row in chosen]
         for column, style, who in ((2, "o--", "data-parallel"), (3, "s-", "four islands")):
@@ -157,7 +190,11 @@ def draw_all(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=Path, default=IMAGES, metavar="FOLDER", help="default: docs/images")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--into", type=Path, default=IMAGES, metavar="FOLDER", help="default: docs/images"
+    )
     for picture in draw_all(parser.parse_args().into):
         print(picture)

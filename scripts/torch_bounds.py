@@ -2,7 +2,8 @@
 
 python scripts/torch_bounds.py                     torch>=2.13,<2.14
 python scripts/torch_bounds.py --oldest            torch==2.13
-python scripts/torch_bounds.py --others hivemind   a line for each other package, also of these extras
+python scripts/torch_bounds.py --others hivemind   a line for each other package, also of these
+                                                   extras
 """
 
 import sys
@@ -28,10 +29,14 @@ def find_torch(project: str) -> str:
 
 
 def find_others(project: str, extras: list[str]) -> list[str]:
-    """Return the requirements besides torch in the text of a pyproject.toml, with those of the extras."""
+    """Return the requirements besides torch in the text of a pyproject.toml, with those of the
+    extras.
+    """
     found = tomllib.loads(project)["project"]
     needs = [need for need in found["dependencies"] if need != find_torch(project)]
-    return needs + [need for extra in extras if extra for need in found["optional-dependencies"][extra]]
+    return needs + [
+        need for extra in extras if extra for need in found["optional-dependencies"][extra]
+    ]
 
 
 def oldest_of(allowed: str) -> str:

@@ -1,7 +1,8 @@
 """Imports that must not come late, and the device that tests compute on.
 
-Python 3.11 mixes up its parser's state when two threads compile at once ("AST constructor recursion depth mismatch"),
-and tests run islands as threads: what torch and hypothesis import at first use is imported here, by one thread.
+Python 3.11 mixes up its parser's state when two threads compile at once ("AST constructor recursion
+depth mismatch"), and tests run islands as threads: what torch and hypothesis import at first use is
+imported here, by one thread.
 """
 
 import gc
@@ -18,13 +19,15 @@ import tqdm
 
 # Islands of tests check in which thread their state is touched; so do processes that they start.
 os.environ["DILOCO_CHECK_THREADS"] = "1"
-# Else a thread of it is there whenever a progress bar has been: tests fork, which wants one thread (tests/harness.py).
+# Else a thread of it is there whenever a progress bar has been: tests fork, which wants one thread
+# (tests/harness.py).
 tqdm.tqdm.monitor_interval = 0
 torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1)])
 assert hypothesis.internal.observability
-# In a build for CUDA without a GPU, torch's FakeTensorMode invents one; an autograd engine that begins after that has a
-# thread for it, and no process forks from there. One that has begun before has none.
+# In a build for CUDA without a GPU, torch's FakeTensorMode invents one; an autograd engine that
+# begins after that has a thread for it, and no process forks from there. One that has begun before
+# has none.
 torch.zeros(1, requires_grad=True).sum().backward()
 # No test asserts how long it takes: a busy machine would fail it.
 hypothesis.settings.register_profile("default", deadline=None)
@@ -41,12 +44,18 @@ _LONG = """
     diloco/doctor/test_swarm_checks.py diloco/records/test_metrics.py
 """
 LONG = [Path(__file__).parent / name for name in _LONG.split()]
-"""Tests that start many processes, or train on many meshes: most of the time of the default suite."""
+"""Tests that start many processes, or train on many meshes: most of the time of the default
+suite.
+"""
 assert all(each.exists() for each in LONG), "a folder or file of LONG has moved"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="leave out the folders and files that take most of the time")
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="leave out the folders and files that take most of the time",
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -55,7 +64,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what is long first: processes that run files side by side then end at about the same time."""
+    """Put what is long first: processes that run files side by side then end at about the same
+    time.
+    """
     items.sort(key=lambda item: not is_long(item.path))
 
 
@@ -65,7 +76,9 @@ def is_long(path: Path) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the machine's GPUs from the tests and what they start, unless `-m gpu` selects the tests that need one."""
+    """Hide the machine's GPUs from the tests and what they start, unless `-m gpu` selects the tests
+    that need one.
+    """
     if not wants_gpu(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -77,7 +90,9 @@ def wants_gpu(markers: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def level_of_outer() -> Iterator[None]:
-    """Give the logger of outer/ its level back: `diloco doctor`, `status` and `watch` quiet it for their process."""
+    """Give the logger of outer/ its level back: `diloco doctor`, `status` and `watch` quiet it for
+    their process.
+    """
     logger = logging.getLogger("outer")
     level = logger.level
     yield
@@ -85,6 +100,8 @@ def level_of_outer() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what was imported: on a busy machine a scan of it stops all islands for seconds."""
+    """Spare the garbage collector what was imported: on a busy machine a scan of it stops all
+    islands for seconds.
+    """
     gc.collect()
     gc.freeze()

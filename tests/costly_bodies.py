@@ -1,4 +1,6 @@
-"""The costliest bodies of a kind of message that its limits let through, built from the bounds of its fields."""
+"""The costliest bodies of a kind of message that its limits let through, built from the bounds of
+its fields.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +12,15 @@ from outer.network.messages import Message
 Schema = Mapping[str, Any]
 WRONG_ITEMS = ("[]", "{}", '{"":0}', "1e999", "[0,0]")
 """Items that hardly any list may have."""
-WRAPPERS = ("model", "default", "nullable", "function-after", "function-before", "function-wrap", "definitions")
+WRAPPERS = (
+    "model",
+    "default",
+    "nullable",
+    "function-after",
+    "function-before",
+    "function-wrap",
+    "definitions",
+)
 HEX = "0123456789abcdef"
 Place = Callable[[str], str]
 """The whole body, given the text of one value in it."""
@@ -28,8 +38,11 @@ def _below(base: type[Message]) -> Iterator[type[Message]]:
         yield from _below(model)
 
 
-def costly_bodies(model: type[Message], most_bytes: int, *, has_inner: bool = True) -> Iterator[tuple[str, bytes]]:
-    """(name, body) of bodies that fill the limit of the message, or have `most_bytes`, for each of its fields.
+def costly_bodies(
+    model: type[Message], most_bytes: int, *, has_inner: bool = True
+) -> Iterator[tuple[str, bytes]]:
+    """(name, body) of bodies that fill the limit of the message, or have `most_bytes`, for each of
+    its fields.
 
     With `has_inner` also for the fields of the messages within.
     """
@@ -41,7 +54,9 @@ def costly_bodies(model: type[Message], most_bytes: int, *, has_inner: bool = Tr
     for name, place, schema in bounds.places():
         if has_inner or "." not in name:
             used = len(place(""))
-            for variant, text in _fillings(bounds, schema, Limit(limit.num_bytes - used - 16, limit.num_items - 128)):
+            for variant, text in _fillings(
+                bounds, schema, Limit(limit.num_bytes - used - 16, limit.num_items - 128)
+            ):
                 yield f"{name}: {variant}", place(text).encode()
 
 
@@ -62,7 +77,10 @@ def _fillings(bounds: "Bounds", schema: Schema, limit: Limit) -> Iterator[tuple[
     inner = bounds.unwrap(schema)
     yield "wrong items", _array(["{}"] * _fit("{}", room, items))
     if inner["type"] == "model-fields":
-        yield "unknown fields", _object([(f"u{number}", "0") for number in range(_fit('"u000000":0', room, items))])
+        yield (
+            "unknown fields",
+            _object([(f"u{number}", "0") for number in range(_fit('"u000000":0', room, items))]),
+        )
     if (item := bounds.item_of(schema)) is not None:
         for name, text in (("smallest", bounds.smallest(item)), ("longest", bounds.longest(item))):
             most = min(_fit(text, room, items), schema_length(inner))
@@ -118,17 +136,24 @@ class Bounds:
                 return schema
 
     def places(self) -> Iterator[tuple[str, Place, Schema]]:
-        """(name, place, schema) of the message itself and of every field, also those of messages within."""
+        """(name, place, schema) of the message itself and of every field, also those of messages
+        within.
+        """
         yield "itself", lambda text: text, self.root
         yield from self._places(self.root, "", lambda text: text)
 
-    def _places(self, schema: Schema, where: str, outer: Place) -> Iterator[tuple[str, Place, Schema]]:
+    def _places(
+        self, schema: Schema, where: str, outer: Place
+    ) -> Iterator[tuple[str, Place, Schema]]:
         schema = self.unwrap(schema)
         if schema["type"] == "model-fields":
             for name, field in schema["fields"].items():
 
                 def place(text: str, name: str = name) -> str:
-                    others = {other: self.smallest(each["schema"]) for other, each in schema["fields"].items()}
+                    others = {
+                        other: self.smallest(each["schema"])
+                        for other, each in schema["fields"].items()
+                    }
                     return outer(_object(list((others | {name: text}).items())))
 
                 yield f"{where}{name}", place, field["schema"]
@@ -155,7 +180,9 @@ class Bounds:
         return self._value(schema, lambda schema: schema.get("min_length") or 0)
 
     def longest(self, schema: Schema) -> str:
-        """A value with the longest texts that keep within the bounds, and no items that it need not have."""
+        """A value with the longest texts that keep within the bounds, and no items that it need not
+        have.
+        """
         return self._value(schema, lambda schema: schema["max_length"])
 
     def _value(self, schema: Schema, length: Callable[[Schema], int]) -> str:
@@ -163,7 +190,9 @@ class Bounds:
         match schema["type"]:
             case "model-fields":
                 fields = schema["fields"].items()
-                return _object([(name, self._value(field["schema"], length)) for name, field in fields])
+                return _object(
+                    [(name, self._value(field["schema"], length)) for name, field in fields]
+                )
             case "arguments" | "named-tuple":
                 fields = schema.get("fields") or schema["arguments_schema"]
                 return _array([self._value(field["schema"], length) for field in fields])

@@ -1,4 +1,6 @@
-"""Runs a function on several ranks. The ranks are forked processes with a gloo group, so torch is imported once."""
+"""Runs a function on several ranks. The ranks are forked processes with a gloo group, so torch is
+imported once.
+"""
 
 import faulthandler
 import gc
@@ -36,8 +38,12 @@ class RankLate(RankFailed):
     """A rank did not finish in time."""
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 240) -> list[Any]:
-    """Run fn(rank, *args) in a process per rank and return the results in rank order. Raises RankFailed."""
+def run_ranks(
+    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 240
+) -> list[Any]:
+    """Run fn(rank, *args) in a process per rank and return the results in rank order. Raises
+    RankFailed.
+    """
     _wait_for_threads()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -70,7 +76,9 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_second
 
 
 def _stop(pids: list[int], *, prints: bool) -> None:
-    """End ranks that have failed or hang. With `prints`, each first prints where its threads are."""
+    """End ranks that have failed or hang. With `prints`, each first prints where its threads
+    are.
+    """
     if prints:
         for pid in pids:
             os.kill(pid, signal.SIGABRT)
@@ -80,11 +88,12 @@ def _stop(pids: list[int], *, prints: bool) -> None:
 
 
 def _wait_for_threads() -> None:
-    """Wait until no foreign thread runs. Those of a closed event loop's executor end only after its last call.
+    """Wait until no foreign thread runs. Those of a closed event loop's executor end only after its
+    last call.
 
-    A fork inherits the locks of other threads but not the threads, and some libraries restart theirs in it. Our own
-    threads hold no locks and do not restart: the parser of messages is made anew in a fork, and a loop's executor is
-    used by its loop alone.
+    A fork inherits the locks of other threads but not the threads, and some libraries restart
+    theirs in it. Our own threads hold no locks and do not restart: the parser of messages is made
+    anew in a fork, and a loop's executor is used by its loop alone.
     """
     deadline = time.monotonic() + THREAD_SECONDS
     while (foreign := _find_foreign_threads()) and time.monotonic() < deadline:
@@ -93,13 +102,22 @@ def _wait_for_threads() -> None:
 
 
 def _find_foreign_threads() -> set[str]:
-    names = {thread.name for thread in threading.enumerate()} - {"MainThread", "outer-loop", "parse messages_0"}
-    return {name for name in names if not name.endswith(" rounds") and not name.startswith("work of the event loop")}
+    names = {thread.name for thread in threading.enumerate()} - {
+        "MainThread",
+        "outer-loop",
+        "parse messages_0",
+    }
+    return {
+        name
+        for name in names
+        if not name.endswith(" rounds") and not name.startswith("work of the event loop")
+    }
 
 
 def begin_fork() -> None:
     """Prepare a forked process. It calls this first."""
-    # The parent's garbage must not be collected here: gloo's objects join threads that do not exist in a fork.
+    # The parent's garbage must not be collected here: gloo's objects join threads that do not exist
+    # in a fork.
     gc.freeze()
     # Descriptor 2 is captured by pytest, so the cause of a crash is shown with the failure.
     faulthandler.enable(2)

@@ -39,7 +39,9 @@ class Peak:
 
 
 def own_peak() -> Peak:
-    """Return the peak of this process. After a fork, the files of the other process measure that one."""
+    """Return the peak of this process. After a fork, the files of the other process measure that
+    one.
+    """
     return _peak_of(os.getpid())
 
 

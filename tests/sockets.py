@@ -16,7 +16,9 @@ def marked(folder: Path) -> Mapping[str, str]:
     return {MARK: str(folder), "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
 
 
-def watch_sockets(folder: Path, is_over: Callable[[], bool], seconds: float = 240) -> set[ListeningSocket]:
+def watch_sockets(
+    folder: Path, is_over: Callable[[], bool], seconds: float = 240
+) -> set[ListeningSocket]:
     """All sockets at which the processes marked with `folder` have listened until `is_over()`."""
     seen: set[ListeningSocket] = set()
     deadline = time.monotonic() + seconds

@@ -1,4 +1,6 @@
-"""Real islands for tests. Every rank is a forked process that runs the shipped code, so torch is imported once."""
+"""Real islands for tests. Every rank is a forked process that runs the shipped code, so torch is
+imported once.
+"""
 
 import ctypes
 import json
@@ -24,15 +26,19 @@ from outer.membership.rendezvous import serve_rendezvous
 from tests.harness import begin_fork
 
 torch.set_num_threads(1)
-# An island measures when it starts what its device can do. Those that are forked here have it from this process.
+# An island measures when it starts what its device can do. Those that are forked here have it from
+# this process.
 peak_flops("cpu", "float32")
 
 CLONE_NEWNET = 0x40000000
 GUARD_SECONDS = 150.0
-"""How long a test waits for what must come. It is long, because machines that run tests are busy."""
+"""How long a test waits for what must come. It is long, because machines that run tests are
+busy.
+"""
 
 TEXT = (
-    "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x, self.y = x, y\n"
+    "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n       "
+    " self.x, self.y = x, y\n"
 )
 
 TINY = """
@@ -54,13 +60,17 @@ class Rank:
         self.exit_code: int | None = None
 
     def wait(self, deadline: float) -> int:
-        """Wait for the exit code, negative if a signal ended it. Fails the test with the log if it does not end."""
+        """Wait for the exit code, negative if a signal ended it. Fails the test with the log if it
+        does not end.
+        """
         while self.exit_code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.exit_code = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > deadline:
-                raise AssertionError(f"process {self.pid} did not end in time:\n{self.log.read_text()[-3000:]}")
+                raise AssertionError(
+                    f"process {self.pid} did not end in time:\n{self.log.read_text()[-3000:]}"
+                )
             else:
                 time.sleep(0.02)
         return self.exit_code
@@ -136,7 +146,9 @@ class Island:
         """Wait until the island has committed this round."""
         deadline = time.monotonic() + timeout_seconds
         while round_number not in self.committed():
-            assert time.monotonic() < deadline, f"round {round_number} was not committed in time:\n{self.log[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"round {round_number} was not committed in time:\n{self.log[-3000:]}"
+            )
             time.sleep(0.02)
 
     def result(self) -> Any:
@@ -150,7 +162,9 @@ Work = Callable[[Config, int], Any]
 class Swarm:
     """The islands of one config, with a folder of text and a rendezvous."""
 
-    def __init__(self, folder: Path, overrides: list[str], islands: list[dict[str, Any]], address: str) -> None:
+    def __init__(
+        self, folder: Path, overrides: list[str], islands: list[dict[str, Any]], address: str
+    ) -> None:
         self.folder, self.address = folder, address
         text_folder = folder / "text"
         text_folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +181,9 @@ class Swarm:
         self.config = parse_config(TINY, [*own, *overrides])
         self.started: list[Island] = []
         self.inside: dict[int, str] = {}
-        """Network namespace of an island's ranks, by island. Other islands share the test's namespace."""
+        """Network namespace of an island's ranks, by island. Other islands share the test's
+        namespace.
+        """
         self.has_own_shared_memory = False
         """Whether each island that a launcher starts gets a /dev/shm of its own."""
 
@@ -206,7 +222,9 @@ class Swarm:
             island.signal(signal.SIGKILL)
             island.wait()
 
-    def _fork(self, rank: int, num_ranks: int, port: int, folder: Path, work: Callable[[], Any]) -> Rank:
+    def _fork(
+        self, rank: int, num_ranks: int, port: int, folder: Path, work: Callable[[], Any]
+    ) -> Rank:
         log = folder / f"log-{rank}.txt"
         log.touch()
         pid = os.fork()
@@ -243,8 +261,12 @@ def enter_namespace(name: str) -> None:
 
 
 @contextmanager
-def swarm(folder: Path, *overrides: str, islands: list[dict[str, Any]], address: str = "") -> Iterator[Swarm]:
-    """Open a swarm with a rendezvous in this process, unless `address` is given. Kills all islands at exit."""
+def swarm(
+    folder: Path, *overrides: str, islands: list[dict[str, Any]], address: str = ""
+) -> Iterator[Swarm]:
+    """Open a swarm with a rendezvous in this process, unless `address` is given. Kills all islands
+    at exit.
+    """
     rendezvous = serve_rendezvous("127.0.0.1", 0)
     made = Swarm(folder, list(overrides), islands, address or rendezvous.address)
     try:
@@ -255,7 +277,8 @@ def swarm(folder: Path, *overrides: str, islands: list[dict[str, Any]], address:
 
 
 def kill_in_step(steps: int, parts: Runtime, before: Callable[[], None] = lambda: None) -> None:
-    """Let this process kill itself in its inner step `steps`, before the step is recorded or sent; call `before` then.
+    """Let this process kill itself in its inner step `steps`, before the step is recorded or sent;
+    call `before` then.
 
     What has been saved is whole.
     """

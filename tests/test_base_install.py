@@ -1,4 +1,6 @@
-"""A base install: what trains, and what says that it needs more, where hivemind and other extras are not installed."""
+"""A base install: what trains, and what says that it needs more, where hivemind and other extras
+are not installed.
+"""
 
 import asyncio
 import json
@@ -24,10 +26,21 @@ from tests.swarm import TEXT, TINY
 
 ROOT = Path(__file__).parents[1]
 ABSENT = {
-    *("hivemind", "datasets", "pyarrow", "transformers", "accelerate", "peft", "trl", "lightning_fabric"),
+    *(
+        "hivemind",
+        "datasets",
+        "pyarrow",
+        "transformers",
+        "accelerate",
+        "peft",
+        "trl",
+        "lightning_fabric",
+    ),
     *("fastapi", "uvicorn", "httpx", "playwright", "wandb", "tensorboard", "s3fs", "boto3", "moto"),
 }
-"""What a bare machine may lack: extras, what only tests need, and a required package that is imported when needed."""
+"""What a bare machine may lack: extras, what only tests need, and a required package that is
+imported when needed.
+"""
 IN_DHT = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBwgvuKTmfupyVkL18t78A1kTvu9HtfSfwbs1iUCnSVyL"
 
 
@@ -38,9 +51,15 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(bare: Path, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [str(bare), "-m", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, timeout=280, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, timeout=280, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("transport", ["tls", "gloo"])
@@ -51,7 +70,11 @@ def test_two_islands_train(bare: Path, tmp_path: Path, transport: str) -> None:
     for number in range(40):
         (text / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
     (tmp_path / "run.yaml").write_text(TINY)
-    places = [f"data.paths=[{text}]", f"island.run_dir={tmp_path}", f"island.cache_dir={tmp_path / 'cache'}"]
+    places = [
+        f"data.paths=[{text}]",
+        f"island.run_dir={tmp_path}",
+        f"island.cache_dir={tmp_path / 'cache'}",
+    ]
     settings = [*places, f"outer.transport={transport}", "outer.rounds=2"]
     done = run_in(bare, "diloco", "simulate", "run.yaml", "--islands", "2", *settings, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -72,7 +95,9 @@ def no_hivemind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(instead: str) -> "pytest.RaisesExc[InputError]":
-    return pytest.raises(InputError, match=rf"not installed here; pip install 'diloco\[hivemind\]', or {instead}")
+    return pytest.raises(
+        InputError, match=rf"not installed here; pip install 'diloco\[hivemind\]', or {instead}"
+    )
 
 
 @pytest.mark.usefixtures("no_hivemind")
@@ -104,11 +129,15 @@ def test_commands_that_need_hivemind_say_so_before_anything_starts(tmp_path: Pat
     with refused("let the islands meet at a rendezvous"):
         CliRunner().invoke(app, ["join", IN_DHT], catch_exceptions=False)
     (tmp_path / "run.yaml").write_text(TINY)
-    launched = CliRunner().invoke(app, ["launch", str(tmp_path / "run.yaml"), "outer.transport=hivemind"])
+    launched = CliRunner().invoke(
+        app, ["launch", str(tmp_path / "run.yaml"), "outer.transport=hivemind"]
+    )
     assert launched.exit_code == 78 and "pip install 'diloco[hivemind]'" in launched.output
     with refused("set outer.transport=tls"):
         CliRunner().invoke(
-            app, ["simulate", str(tmp_path / "run.yaml"), "outer.transport=hivemind"], catch_exceptions=False
+            app,
+            ["simulate", str(tmp_path / "run.yaml"), "outer.transport=hivemind"],
+            catch_exceptions=False,
         )
 
 
@@ -117,7 +146,13 @@ def test_a_doctor_misses_hivemind_only_where_it_is_needed(tmp_path: Path) -> Non
     (tmp_path / "run.yaml").write_text(TINY)
     places = [f"island.run_dir={tmp_path}", f"island.cache_dir={tmp_path}"]
     for transport, missed in (("hivemind", True), ("tls", False)):
-        words = ["doctor", "--config", str(tmp_path / "run.yaml"), *places, f"outer.transport={transport}"]
+        words = [
+            "doctor",
+            "--config",
+            str(tmp_path / "run.yaml"),
+            *places,
+            f"outer.transport={transport}",
+        ]
         said = CliRunner().invoke(app, words)
         assert ("pip install 'diloco[hivemind]'" in said.output) == missed, said.output
         assert said.exit_code == int(missed) and "Traceback" not in said.output

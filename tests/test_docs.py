@@ -34,7 +34,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         found = (page.parent / target) if target else page
         assert found.exists(), f"{target} is not there"
         if heading:
-            headings = [anchor(line.lstrip("# ")) for line in found.read_text().splitlines() if line.startswith("#")]
+            headings = [
+                anchor(line.lstrip("# "))
+                for line in found.read_text().splitlines()
+                if line.startswith("#")
+            ]
             assert heading in headings, f"{target}#{heading} is not a heading: {headings}"
 
 

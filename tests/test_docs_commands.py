@@ -1,8 +1,10 @@
-"""Every command and snippet in README and docs is one that exists: real parsers take them, with their settings.
+"""Every command and snippet in README and docs is one that exists: real parsers take them, with
+their settings.
 
-What no test can take stands below `<!-- not run: why -->`, which readers do not see. The log is left out: it is dated,
-and tells of commands as they were. Most commands are run by other tests; cheap ones are run here, those that take a
-second in the slow suite: `./scripts/test tests/test_docs_commands.py -m slow`
+What no test can take stands below `<!-- not run: why -->`, which readers do not see. The log is
+left out: it is dated, and tells of commands as they were. Most commands are run by other tests;
+cheap ones are run here, those that take a second in the slow suite: `./scripts/test
+tests/test_docs_commands.py -m slow`
 """
 
 import ast
@@ -28,7 +30,8 @@ PAGES = [page for page in PAGES if page.name not in ("log.md", "settings.md")]
 MARK = re.compile(r"<!-- not run: \S.* -->")
 FENCE = re.compile(r"^\s*```(\w*)\s*$")
 INLINE = re.compile(
-    r"`((?:\.venv/bin/)?diloco [a-z-]+(?: [^`]+)?|(?:\.venv/bin/)?(?:python -m )?(?:pytest|scripts\.)[^`]+)`"
+    r"`((?:\.venv/bin/)?diloco [a-z-]+(?: [^`]+)?|(?:\.venv/bin/)?(?:python -m "
+    r")?(?:pytest|scripts\.)[^`]+)`"
 )
 DILOCO = re.compile(r"(?:^|[\s;])(?:\.venv/bin/|-m )?diloco (?=[a-z])(.*)")
 NOT_OURS = ("nft", "torchrun", "sbatch", "docker", "pip", "apt-get", "kubectl", "sky")
@@ -51,7 +54,8 @@ NOT_RUN = {
     "generate": "needs a trained run or an export: tests/diloco/checkpoints",
     "join": "needs a swarm at the address: tests/integration",
     "launch": "needs a swarm at the address: tests/integration",
-    "prepare": "reads a corpus of gigabytes or an object store: tests/diloco/cli/test_prepare.py, on less text",
+    "prepare": "reads a corpus of gigabytes or an object store: tests/diloco/cli/test_prepare.py, "
+    "on less text",
     "rehearse": "trains for minutes: tests/diloco/rehearsal has its parts",
     "relay": "serves until it is stopped: tests/integration/test_relays.py",
     "simulate": "trains for minutes, some as root: scripts/demo and tests/integration",
@@ -98,17 +102,29 @@ def blocks_of(page: Path) -> Iterator[Block]:
             body, language = lines[first + 1 : number], fence[1]
             number += 1
         elif lines[first].startswith("    ") and not lines[first - 1].strip():
-            while number < len(lines) and (lines[number].startswith("    ") or not lines[number].strip()):
+            while number < len(lines) and (
+                lines[number].startswith("    ") or not lines[number].strip()
+            ):
                 number += 1
             body, language = lines[first:number], "indented"
         else:
             continue
         before = next((line for line in reversed(lines[:first]) if line.strip()), "")
-        yield Block(page, first + 1, language, tuple(line.strip() for line in body), bool(MARK.search(before)))
+        yield Block(
+            page,
+            first + 1,
+            language,
+            tuple(line.strip() for line in body),
+            bool(MARK.search(before)),
+        )
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SHELL = [block for block in BLOCKS if block.language in ("indented", "", "sh", "bash") and not block.is_marked]
+SHELL = [
+    block
+    for block in BLOCKS
+    if block.language in ("indented", "", "sh", "bash") and not block.is_marked
+]
 
 
 def commands_in(block: Block) -> Iterator[Command]:
@@ -145,13 +161,19 @@ def words_of(command: Command) -> list[str]:
     words = [word for word in shlex.split(text) if word != "..."]
     config = "experiments/quick.yaml" if words[0] == "experiment" else "quickstart.yaml"
     is_stand_in = [
-        word in ("CONFIG", "FILE", "FOLDER/experiment.yaml") or re.fullmatch(r"[\w-]+\.yaml", word) for word in words
+        word in ("CONFIG", "FILE", "FOLDER/experiment.yaml") or re.fullmatch(r"[\w-]+\.yaml", word)
+        for word in words
     ]
-    return [f"configs/{config}" if stands_in else word for word, stands_in in zip(words, is_stand_in, strict=True)]
+    return [
+        f"configs/{config}" if stands_in else word
+        for word, stands_in in zip(words, is_stand_in, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("command", OURS, ids=str)
-def test_a_command_is_taken_by_the_real_parser_with_its_settings(command: Command, monkeypatch: pytest.MonkeyPatch):
+def test_a_command_is_taken_by_the_real_parser_with_its_settings(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(ROOT)
     name, *words = words_of(command)
     commands = get_command(app).commands  # type: ignore[attr-defined]
@@ -201,7 +223,11 @@ def write_a_run(run_dir: Path) -> None:
     """A run of two islands, as `diloco report` and `diloco status` find it."""
     for name in ("island-0", "island-1"):
         metrics = Metrics(run_dir / name / "metrics.jsonl")
-        for record in (a_step(1), a_round(0), EvalRecord(round=0, tokens=1024, loss=2.5, bits_per_byte=None)):
+        for record in (
+            a_step(1),
+            a_round(0),
+            EvalRecord(round=0, tokens=1024, loss=2.5, bits_per_byte=None),
+        ):
             metrics.write(record)
         metrics.close()
 
@@ -249,18 +275,30 @@ def raw_text(block: Block) -> str:
 
 def snippets() -> dict[str, str]:
     """Python in the pages, and the tutorials, which only the slow suite runs."""
-    tutorials = {path.name: path.read_text() for path in sorted((ROOT / "docs/tutorials").glob("*.py"))}
-    return tutorials | {f"{each.page.name}:{each.line}": raw_text(each) for each in BLOCKS if each.language == "python"}
+    tutorials = {
+        path.name: path.read_text() for path in sorted((ROOT / "docs/tutorials").glob("*.py"))
+    }
+    return tutorials | {
+        f"{each.page.name}:{each.line}": raw_text(each)
+        for each in BLOCKS
+        if each.language == "python"
+    }
 
 
 @pytest.mark.parametrize("name", snippets())
 def test_python_in_the_docs_is_python_and_imports_what_is_there(name: str):
     for node in ast.walk(ast.parse(snippets()[name])):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in PACKAGES
+        ):
             path = ROOT / node.module.replace(".", "/")
             source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             text = source.read_text() if source.exists() else ""
-            assert [each.name for each in node.names if not re.search(rf"\b{each.name}\b", text)] == [], node.module
+            assert [
+                each.name for each in node.names if not re.search(rf"\b{each.name}\b", text)
+            ] == [], node.module
 
 
 @pytest.mark.parametrize(
@@ -271,7 +309,10 @@ def test_python_in_the_docs_is_python_and_imports_what_is_there(name: str):
 def test_yaml_in_the_docs_has_settings_that_exist(block: Block):
     text = raw_text(block)
     # One with a base is an experiment file: tests/diloco/experiments reads those.
-    is_config = re.match(r"(name|data|model|optimizer|outer|island):", block.lines[0]) and "base:" not in text
+    is_config = (
+        re.match(r"(name|data|model|optimizer|outer|island):", block.lines[0])
+        and "base:" not in text
+    )
     if block.page.name == "experiments.md" or not is_config:
         return
     parse_config(yaml.safe_dump(yaml.safe_load(text)), [], where=f"{block.page.name}:{block.line}")

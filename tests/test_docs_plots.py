@@ -1,5 +1,5 @@
-"""Tables and plots of the documentation are those that the planner gives now, and the small programs behind them are
-right.
+"""Tables and plots of the documentation are those that the planner gives now, and the small
+programs behind them are right.
 """
 
 from pathlib import Path
@@ -30,16 +30,27 @@ def test_the_plots_can_be_drawn_and_are_on_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("length", "rows", "columns"), [(64, 16, 16), (96, 32, 16), (50, 16, 8)])
 def test_attention_in_tiles_is_attention(length: int, rows: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (4 * torch.randn(length, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (
+        4 * torch.randn(length, 8, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     found = attend_in_tiles(q, k, v, rows, columns, Traffic())
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("length", "rows", "columns"), [(64, 16, 16), (96, 32, 16), (128, 64, 32)])
-def test_the_formula_of_what_tiles_move_is_what_is_counted(length: int, rows: int, columns: int) -> None:
+def test_the_formula_of_what_tiles_move_is_what_is_counted(
+    length: int, rows: int, columns: int
+) -> None:
     counted = Traffic()
-    attend_in_tiles(torch.randn(length, 8), torch.randn(length, 8), torch.randn(length, 8), rows, columns, counted)
+    attend_in_tiles(
+        torch.randn(length, 8),
+        torch.randn(length, 8),
+        torch.randn(length, 8),
+        rows,
+        columns,
+        counted,
+    )
     assert count_tiles(length, 8, rows, columns) == counted
 
 

@@ -1,5 +1,5 @@
-"""The search of the documentation finds the right page first, and its pages fit a phone. In a real browser; needs
-Debian's package chromium.
+"""The search of the documentation finds the right page first, and its pages fit a phone. In a real
+browser; needs Debian's package chromium.
 
 ./scripts/test tests/test_docs_search.py -m slow
 """
@@ -21,7 +21,13 @@ from playwright.sync_api import Page, sync_playwright
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+]
 ROOT = Path(__file__).parents[1]
 PHONE = {"width": 390, "height": 844}
 FIRST = {
@@ -59,7 +65,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
-    assert Path(CHROMIUM).exists(), f"{CHROMIUM} is not there: apt-get install chromium, or set CHROMIUM"
+    assert Path(CHROMIUM).exists(), (
+        f"{CHROMIUM} is not there: apt-get install chromium, or set CHROMIUM"
+    )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page()
@@ -75,11 +83,17 @@ def test_the_search_finds_the_right_section_first(site: str, page: Page, words: 
     page.locator(".md-search__input").fill(words)
     page.locator(".md-search-result__item").first.wait_for()
     links = page.locator(".md-search-result__item a.md-search-result__link")
-    found = [links.nth(number).get_attribute("href") or "" for number in range(min(2, links.count()))]
-    assert any(FIRST[words] in link.split("?")[0] + "#" + link.partition("#")[2] for link in found), found
+    found = [
+        links.nth(number).get_attribute("href") or "" for number in range(min(2, links.count()))
+    ]
+    assert any(
+        FIRST[words] in link.split("?")[0] + "#" + link.partition("#")[2] for link in found
+    ), found
 
 
-@pytest.mark.parametrize("name", ["", "settings/", "protocol/", "architecture/", "collectives/", "roofline/"])
+@pytest.mark.parametrize(
+    "name", ["", "settings/", "protocol/", "architecture/", "collectives/", "roofline/"]
+)
 def test_a_page_fits_a_phone(site: str, page: Page, name: str) -> None:
     page.set_viewport_size(PHONE)  # pyright: ignore[reportArgumentType]
     page.goto(site + name)

@@ -28,7 +28,10 @@ def test_every_page_is_built(site: Path) -> None:
 
 def test_the_page_of_commands_has_those_of_users(site: Path) -> None:
     text = (site / "commands/index.html").read_text()
-    assert all(f"diloco {name}</code>" in text for name in ("simulate", "plan", "join", "watch", "settings"))
+    assert all(
+        f"diloco {name}</code>" in text
+        for name in ("simulate", "plan", "join", "watch", "settings")
+    )
     assert "diloco baseline</code>" not in text
 
 
@@ -42,13 +45,17 @@ def test_the_page_of_the_python_api_has_what_the_docstrings_say(site: Path) -> N
         "weights_of",
     )
     assert [each for each in said if each not in text] == []
-    assert "_open" not in text and ">>> " not in text.replace('<span class="gp">&gt;&gt;&gt; </span>', "")
+    assert "_open" not in text and ">>> " not in text.replace(
+        '<span class="gp">&gt;&gt;&gt; </span>', ""
+    )
 
 
 def test_a_tutorial_is_a_page_with_its_code(site: Path) -> None:
     text = (site / "tutorials/what_a_codec_does/index.html").read_text()
     assert "error feedback" in text and "build_codec" in text and "jupytext" not in text
-    kept = json.loads((ROOT / "docs/tutorials/outputs/what_a_codec_does.json").read_text())["outputs"]
+    kept = json.loads((ROOT / "docs/tutorials/outputs/what_a_codec_does.json").read_text())[
+        "outputs"
+    ]
     blocks = re.findall(r'<div class="output highlight"><pre>(.*?)</pre>', text, re.DOTALL)
     shown = [html.unescape(re.sub(r"<[^>]*>", "", block)).strip() for block in blocks]
     assert shown == [output.strip() for output in kept if output]
@@ -69,16 +76,24 @@ def test_the_decisions_are_listed(site: Path) -> None:
 
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     loads = ('src="http', "src='http", 'rel="stylesheet" href="http', 'rel="preconnect"')
-    assert [page for page in site.rglob("*.html") if any(each in page.read_text() for each in loads)] == []
+    assert [
+        page for page in site.rglob("*.html") if any(each in page.read_text() for each in loads)
+    ] == []
 
 
-def test_each_setting_stands_in_its_section_with_what_a_phone_shows_before_its_cells(site: Path) -> None:
+def test_each_setting_stands_in_its_section_with_what_a_phone_shows_before_its_cells(
+    site: Path,
+) -> None:
     text = (site / "settings/index.html").read_text()
     keys = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE)
     rows = re.findall(r"<tr>\s*<td><code>(.+?)</code></td>", text)
     assert sorted(row.replace("<wbr>", "") for row in rows) == sorted(keys)
-    assert text.count(' data-head="allowed"') == text.count(' data-head="default"') == len(keys) > 200
-    assert all(f'id="section-{name}"' in text for name in ("model", "data", "optimizer", "outer", "island"))
+    assert (
+        text.count(' data-head="allowed"') == text.count(' data-head="default"') == len(keys) > 200
+    )
+    assert all(
+        f'id="section-{name}"' in text for name in ("model", "data", "optimizer", "outer", "island")
+    )
 
 
 def test_the_home_page_has_pictures_and_each_diagram_of_a_page_is_there(site: Path) -> None:

@@ -1,4 +1,6 @@
-"""No message costs an island much, whatever a peer writes into it: the costliest bodies follow from the schema."""
+"""No message costs an island much, whatever a peer writes into it: the costliest bodies follow from
+the schema.
+"""
 
 import asyncio
 import importlib
@@ -61,7 +63,9 @@ def bytes_of(model: type[Message], body: bytes) -> int:
 
 
 @pytest.mark.parametrize("model", MESSAGES, ids=lambda model: model.__name__)
-def test_the_costliest_bodies_of_every_field_take_the_event_loop_under_20_ms(model: type[Message]) -> None:
+def test_the_costliest_bodies_of_every_field_take_the_event_loop_under_20_ms(
+    model: type[Message],
+) -> None:
     for name, body in costly_bodies(model, LARGE_BYTES):
         is_quick = any(seconds_of_loop(model, body) < MOST_SECONDS for _ in range(TRIES))
         assert is_quick, (name, len(body))
@@ -75,7 +79,9 @@ def test_the_longest_bodies_take_under_20_mb(model: type[Message]) -> None:
 
 def test_what_is_large_is_not_parsed_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set()
-    monkeypatch.setattr("outer.network.messages._inflate_and_parse", lambda *about: threads.add(time.thread_time()))
+    monkeypatch.setattr(
+        "outer.network.messages._inflate_and_parse", lambda *about: threads.add(time.thread_time())
+    )
     model = next(model for model in LONG_MESSAGES if not model.is_parsed_aside)
     began = time.thread_time()
     for body in (bytes(LARGE_BYTES + 1), zlib.compress(bytes(LARGE_BYTES + 1))):
@@ -84,7 +90,9 @@ def test_what_is_large_is_not_parsed_on_the_event_loop(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("model", MESSAGES, ids=lambda model: model.__name__)
-def test_every_field_of_every_message_has_bounds_and_its_longest_body_follows_from_them(model: type[Message]) -> None:
+def test_every_field_of_every_message_has_bounds_and_its_longest_body_follows_from_them(
+    model: type[Message],
+) -> None:
     try:
         limit = limit_of(model)
     except UnboundedFieldError as error:
@@ -93,7 +101,9 @@ def test_every_field_of_every_message_has_bounds_and_its_longest_body_follows_fr
 
 
 @pytest.mark.parametrize("model", MESSAGES, ids=lambda model: model.__name__)
-def test_no_number_of_a_message_may_be_infinite_no_number_or_beyond_its_bounds(model: type[Message]) -> None:
+def test_no_number_of_a_message_may_be_infinite_no_number_or_beyond_its_bounds(
+    model: type[Message],
+) -> None:
     bounds = Bounds(model)
     assert parse(model, bounds.smallest(bounds.root))
     for name, place, schema in bounds.places():

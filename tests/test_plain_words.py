@@ -15,7 +15,9 @@ from diloco.config.reference import list_settings
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = ("log.md", "settings.md")
-"""Entries of the log stay as they were written. The page of settings repeats the descriptions that are checked."""
+"""Entries of the log stay as they were written. The page of settings repeats the descriptions that
+are checked.
+"""
 FENCED_BLOCK = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 INDENTED_BLOCK = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n)+")
 """Indented lines after a blank line. Without the blank line they continue an item of a list."""
@@ -57,7 +59,11 @@ def strip_code(markdown: str) -> str:
 
 def pages() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each page."""
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ):
         if page.name not in LEFT_OUT:
             yield page.name, strip_code(page.read_text())
 
@@ -65,7 +71,11 @@ def pages() -> Iterator[tuple[str, str]]:
 def commands() -> Iterator[tuple[str, str]]:
     """Yield the name and the help texts of each command and of its options."""
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
-        texts = [command.help, command.epilog, *(getattr(option, "help", None) for option in command.params)]
+        texts = [
+            command.help,
+            command.epilog,
+            *(getattr(option, "help", None) for option in command.params),
+        ]
         yield f"diloco {name}", CODE_SPAN.sub(" ", "\n".join(text for text in texts if text))
 
 
@@ -79,11 +89,17 @@ def find_unclear(name: str, text: str) -> list[str]:
     """Return the unclear words of a text, each with the name of the text."""
     words = " ".join(text.split())
     patterns = [pattern for pattern in UNCLEAR if pattern != PRIVATE_WORDS or name != "glossary.md"]
-    return [f"{name}: {found[0]}" for pattern in patterns for found in re.finditer(pattern, words, re.IGNORECASE)]
+    return [
+        f"{name}: {found[0]}"
+        for pattern in patterns
+        for found in re.finditer(pattern, words, re.IGNORECASE)
+    ]
 
 
 def test_public_text_has_no_unclear_words() -> None:
     texts = [*pages(), *commands(), *settings()]
-    assert {"README.md", "protocol.md", "diloco mesh", "outer.inner_steps"} <= {name for name, _ in texts}
+    assert {"README.md", "protocol.md", "diloco mesh", "outer.inner_steps"} <= {
+        name for name, _ in texts
+    }
     unclear = [found for name, text in texts for found in find_unclear(name, text)]
     assert not unclear, "\n".join(unclear)

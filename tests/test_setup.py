@@ -20,11 +20,17 @@ exec(code)
 
 
 def set_up(python: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run scripts/setup with a Python, for an environment in which everything is installed already."""
-    found = subprocess.run(["cksum"], input=(ROOT / "pyproject.toml").read_bytes(), capture_output=True, check=True)
+    """Run scripts/setup with a Python, for an environment in which everything is installed
+    already.
+    """
+    found = subprocess.run(
+        ["cksum"], input=(ROOT / "pyproject.toml").read_bytes(), capture_output=True, check=True
+    )
     (folder / ".installed").write_bytes(found.stdout.strip())
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHON": python, "VENV": str(folder)}
-    return subprocess.run([ROOT / "scripts/setup"], env=environment, timeout=60, capture_output=True, text=True)
+    return subprocess.run(
+        [ROOT / "scripts/setup"], env=environment, timeout=60, capture_output=True, text=True
+    )
 
 
 def pretender(version: tuple[int, ...], folder: Path) -> str:
@@ -42,7 +48,9 @@ def test_a_python_in_the_range_is_taken(version: tuple[int, ...], tmp_path: Path
 
 
 @pytest.mark.parametrize("version", [(3, 8, 20), (3, 10, 13), (3, 14, 0), (4, 0, 0)])
-def test_another_one_is_refused_with_what_is_allowed_and_the_cure(version: tuple[int, ...], tmp_path: Path) -> None:
+def test_another_one_is_refused_with_what_is_allowed_and_the_cure(
+    version: tuple[int, ...], tmp_path: Path
+) -> None:
     done = set_up(pretender(version, tmp_path), tmp_path)
     got = ".".join(map(str, version))
     assert done.returncode == 1

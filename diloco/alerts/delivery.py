@@ -19,8 +19,11 @@ PAUSES = (2.0, 10.0)
 """Seconds before the second and the third attempt."""
 
 
-def deliver(alert: Alert, config: AlertsConfig, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Send the alert by each way that the config names. Return whether all succeeded, after at most three attempts.
+def deliver(
+    alert: Alert, config: AlertsConfig, sleep: Callable[[float], None] = time.sleep
+) -> bool:
+    """Send the alert by each way that the config names. Return whether all succeeded, after at most
+    three attempts.
 
     A failure is logged: it must not disturb the training.
     """
@@ -42,7 +45,11 @@ def attempt(send: Callable[[], None], alert: Alert, sleep: Callable[[float], Non
         sleep(pause)
         try:
             send()
-        except (OSError, ValueError, subprocess.SubprocessError) as error:  # urllib's errors are OSErrors
+        except (
+            OSError,
+            ValueError,
+            subprocess.SubprocessError,
+        ) as error:  # urllib's errors are OSErrors
             problem = f"{type(error).__name__}: {error}"
         else:
             return True
@@ -51,12 +58,16 @@ def attempt(send: Callable[[], None], alert: Alert, sleep: Callable[[float], Non
 
 
 def run_command(command: tuple[str, ...], body: str) -> None:
-    """Run the command with the alert as JSON on its standard input. Raises OSError or SubprocessError."""
+    """Run the command with the alert as JSON on its standard input. Raises OSError or
+    SubprocessError.
+    """
     subprocess.run(command, input=body.encode(), timeout=SECONDS, check=True, capture_output=True)
 
 
 def post(url: str, body: str) -> None:
     """Post the alert as JSON. Raises OSError or ValueError."""
-    request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"}, method="POST")
+    request = urllib.request.Request(
+        url, body.encode(), {"Content-Type": "application/json"}, method="POST"
+    )
     with urllib.request.urlopen(request, timeout=SECONDS):
         pass

@@ -33,8 +33,12 @@ class Alert:
 class Rules:
     """Applies the rules of a config to an account. `find` is called again and again."""
 
-    def __init__(self, config: AlertsConfig, account: RunAccount, folder: Path, begin: float) -> None:
-        """`folder`: on the disk to watch. `begin`: unix time since which a first commit is awaited."""
+    def __init__(
+        self, config: AlertsConfig, account: RunAccount, folder: Path, begin: float
+    ) -> None:
+        """`folder`: on the disk to watch. `begin`: unix time since which a first commit is
+        awaited.
+        """
         self._config = config
         self._account = account
         self._folder = folder
@@ -71,12 +75,20 @@ class Rules:
         if config.no_commit_minutes is not None:
             silent = now - max(self._begin, last[1].time if last else 0.0)
             if silent > MINUTE * config.no_commit_minutes:
-                yield "no_commit_minutes", "", f"no round has been committed for {human_duration(silent)}"
+                yield (
+                    "no_commit_minutes",
+                    "",
+                    f"no round has been committed for {human_duration(silent)}",
+                )
         if config.island_away_minutes is not None and last is not None:
             for name, time in sorted(self._present.items()):
                 if last[1].time - time > MINUTE * config.island_away_minutes:
                     away = human_duration(last[1].time - time)
-                    yield "island_away_minutes", name, f"{name} has been in no committed round for {away}"
+                    yield (
+                        "island_away_minutes",
+                        name,
+                        f"{name} has been in no committed round for {away}",
+                    )
         if config.disk_share is not None:
             yield from self._find_full_disk(config.disk_share)
 
@@ -84,7 +96,10 @@ class Rules:
         usage = shutil.disk_usage(self._folder)
         share = 1 - usage.free / usage.total
         if share > most:
-            text = f"the disk of {self._folder} is {percent(share)} full: {human_bytes(usage.free)} are free"
+            text = (
+                f"the disk of {self._folder} is {percent(share)} full: "
+                f"{human_bytes(usage.free)} are free"
+            )
             yield "disk_share", "", text
 
 

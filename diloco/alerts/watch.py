@@ -1,4 +1,6 @@
-"""Watches an island's own records while it trains, and sends alerts. Only the leader of an island has a watch."""
+"""Watches an island's own records while it trains, and sends alerts. Only the leader of an island
+has a watch.
+"""
 
 import logging
 import threading
@@ -26,7 +28,14 @@ CLOSE_SECONDS = 5.0
 class AlertWatch:
     """A Sink of records that sends alerts from a thread of its own."""
 
-    def __init__(self, config: AlertsConfig, run: str, island: str, folder: Path, every: float = CHECK_SECONDS) -> None:
+    def __init__(
+        self,
+        config: AlertsConfig,
+        run: str,
+        island: str,
+        folder: Path,
+        every: float = CHECK_SECONDS,
+    ) -> None:
         self._config = config
         self._run = run
         self._island = island
@@ -59,14 +68,20 @@ class AlertWatch:
                 log.warning("alerts: the disk's space is not known: %s", error)
                 continue
             for rule, text in found:
-                alert = Alert(rule=rule, run=self._run, island=self._island, text=text, time=time.time())
+                alert = Alert(
+                    rule=rule, run=self._run, island=self._island, text=text, time=time.time()
+                )
                 log.warning("alert: %s", text)
                 deliver(alert, self._config)
 
 
 @contextmanager
-def watch_for_alerts(config: AlertsConfig, run: str, island: str, folder: Path, metrics: Metrics) -> Iterator[None]:
-    """Send alerts about the records that are written in the block, if the config names a way to send them."""
+def watch_for_alerts(
+    config: AlertsConfig, run: str, island: str, folder: Path, metrics: Metrics
+) -> Iterator[None]:
+    """Send alerts about the records that are written in the block, if the config names a way to
+    send them.
+    """
     if config.is_on:
         with best_effort("no alerts are sent"):
             metrics.add_sink(AlertWatch(config, run, island, folder))

@@ -43,16 +43,21 @@ _FACTS = TypeAdapter(IslandFacts)
 
 
 def parse_island_facts(checkpoint: SavedCheckpoint) -> IslandFacts:
-    """Parse the facts of a checkpoint. Raises InputError if an island of this version did not write them."""
+    """Parse the facts of a checkpoint. Raises InputError if an island of this version did not write
+    them.
+    """
     for key, most in MOST_ITEMS.items():
         # pydantic would keep one error per wrong item.
         if isinstance(items := checkpoint.facts.get(key), list) and len(items) > most:
-            raise InputError(f"{checkpoint.path}: {key} has {len(items)} items; at most {most} are allowed")
+            raise InputError(
+                f"{checkpoint.path}: {key} has {len(items)} items; at most {most} are allowed"
+            )
     try:
         return _FACTS.validate_python(checkpoint.facts)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, problem["loc"]))
         raise InputError(
-            f"{checkpoint.path}: not a checkpoint of an island of this version: {where}: {problem['msg']}"
+            f"{checkpoint.path}: not a checkpoint of an island of this version: {where}: "
+            f"{problem['msg']}"
         ) from None

@@ -1,4 +1,6 @@
-"""Read the global params of a run, unsharded, from the checkpoints of its islands, in one process."""
+"""Read the global params of a run, unsharded, from the checkpoints of its islands, in one
+process.
+"""
 
 from collections.abc import Sequence
 from math import prod
@@ -42,7 +44,9 @@ def read_global_params(
     try:
         run = RunConfig(**facts.run)
     except (TypeError, ValidationError) as error:
-        raise InputError(f"{checkpoint.path}: not a checkpoint of an island of this version: {error!r}") from None
+        raise InputError(
+            f"{checkpoint.path}: not a checkpoint of an island of this version: {error!r}"
+        ) from None
     specs = [ParamSpec(name, tuple(shape)) for name, shape in facts.params]
     flat, parts = _allocate(specs, run, index, checkpoint.path)
     try:
@@ -51,7 +55,9 @@ def read_global_params(
         raise InputError(str(error)) from error
     starts = build_space(specs, run.outer).offsets
     flats = {spec: flat[starts[spec.name] : starts[spec.name] + prod(spec.shape)] for spec in specs}
-    return run, {plain_name(spec.name): values.view(spec.shape).clone() for spec, values in flats.items()}
+    return run, {
+        plain_name(spec.name): values.view(spec.shape).clone() for spec, values in flats.items()
+    }
 
 
 def _allocate(
@@ -62,21 +68,33 @@ def _allocate(
     Memory is allocated only for parameters that the files hold, whatever the facts claim. Raises
     InputError if the files lack some.
     """
-    saved = sum(prod(tensor.size) for name, tensor in index.tensors.items() if name.startswith(PARAMS))
+    saved = sum(
+        prod(tensor.size) for name, tensor in index.tensors.items() if name.startswith(PARAMS)
+    )
     if (needed := sum(prod(spec.shape) for spec in specs)) > saved:
         raise InputError(
-            f"{path}: its parameters have {needed} elements, but its files hold only {saved}; use another checkpoint"
+            f"{path}: its parameters have {needed} elements, but its files hold only {saved}; use "
+            "another checkpoint"
         )
     space = build_space(specs, run.outer)
     flat = torch.zeros(space.num_elements)
-    parts = {f"{PARAMS}{p.index}": flat[p.start : p.stop] for p in space.parts if p.kind in ("params", "buffer")}
+    parts = {
+        f"{PARAMS}{p.index}": flat[p.start : p.stop]
+        for p in space.parts
+        if p.kind in ("params", "buffer")
+    }
     for name, part in parts.items():
         if name not in index.tensors or index.tensors[name].size != part.shape:
-            raise InputError(f"{path}: it has no tensor {name} of {part.numel()} elements; use another checkpoint")
+            raise InputError(
+                f"{path}: it has no tensor {name} of {part.numel()} elements; use another "
+                "checkpoint"
+            )
     return flat, parts
 
 
-def find_newest_checkpoint(path: Path, island: str | None = None, signer: Signer = NO_KEY) -> SavedCheckpoint:
+def find_newest_checkpoint(
+    path: Path, island: str | None = None, signer: Signer = NO_KEY
+) -> SavedCheckpoint:
     """Return the checkpoint at `path`, or the complete one below it with the latest round.
 
     Raises InputError if there is none.
@@ -89,7 +107,12 @@ def find_newest_checkpoint(path: Path, island: str | None = None, signer: Signer
         for checkpoint in whole:
             if folder != path.parent or checkpoint.path == path:
                 try:
-                    by_round.append((parse_facts(parse_island_facts(checkpoint).outer).position.round, checkpoint))
+                    by_round.append(
+                        (
+                            parse_facts(parse_island_facts(checkpoint).outer).position.round,
+                            checkpoint,
+                        )
+                    )
                 except (InputError, OuterInputError) as error:
                     problems.append(f"{checkpoint.path}: {error}")
     for _, checkpoint in sorted(by_round, key=lambda pair: pair[0], reverse=True):
@@ -100,8 +123,10 @@ def find_newest_checkpoint(path: Path, island: str | None = None, signer: Signer
     if problems:
         raise InputError(problems[-1])
     raise InputError(
-        f"{path} holds no checkpoint: looked in {path / (island or '<island>') / FOLDER} (an exported model has a "
-        "config.json); islands save every island.checkpoint.every_rounds rounds and at the end of the run, but not "
+        f"{path} holds no checkpoint: looked in {path / (island or '<island>') / FOLDER} (an "
+        "exported model has a "
+        "config.json); islands save every island.checkpoint.every_rounds rounds and at the end of "
+        "the run, but not "
         "with --in-process"
     )
 
@@ -115,7 +140,9 @@ def find_checkpoint_folders(path: Path, island: str | None) -> list[Path]:
         return [path.parent]
     if (path / FOLDER).is_dir():
         return [path / FOLDER]
-    return sorted(path.glob(f"{island or '*'}/{FOLDER}"), key=lambda folder: natural_key(folder.parent.name))
+    return sorted(
+        path.glob(f"{island or '*'}/{FOLDER}"), key=lambda folder: natural_key(folder.parent.name)
+    )
 
 
 def find_run_folder(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """Checkpoints of an island: all that it needs to go on as if it had never stopped.
 
-    RUN_DIR/ISLAND/checkpoints/step-00000120/   params, optimizer, global params, momentum, residuals; facts as JSON
+    RUN_DIR/ISLAND/checkpoints/step-00000120/   params, optimizer, global params, momentum,
+                                                residuals; facts as JSON
 
 The next data and the learning rate follow from the round and the steps made in it. Nothing draws
 from torch's random generators, so their state is not saved.
@@ -58,7 +59,9 @@ class IslandCheckpoints:
     All ranks call each method together, at the same step.
     """
 
-    def __init__(self, where: CheckpointFolder, run: RunConfig, trainer: Trainer, outer: OuterLoop) -> None:
+    def __init__(
+        self, where: CheckpointFolder, run: RunConfig, trainer: Trainer, outer: OuterLoop
+    ) -> None:
         self._files = Checkpoints(where.path, where.keep, signer=where.signer)
         self._where = where
         self._mirror: Mirror | None = None
@@ -83,7 +86,11 @@ class IslandCheckpoints:
         def begin() -> None:
             mirror = Mirror(url, self._where.keep, self._where.signer)
             if may_pull and (name := mirror.pull(self._where.path)):
-                log.warning("%s was copied from %s, because this island's folder had no checkpoint as new", name, url)
+                log.warning(
+                    "%s was copied from %s, because this island's folder had no checkpoint as new",
+                    name,
+                    url,
+                )
             self._mirror = mirror
             self._pushes = Worker("mirror")
 
@@ -100,7 +107,9 @@ class IslandCheckpoints:
         params = [(spec.name, list(spec.shape)) for spec in specs]
         trainer = self._trainer
         scale = None if trainer.loss_scale is None else astuple(trainer.loss_scale)
-        saved = IslandFacts(facts, point, tokens, run, params, READING_ORDER, trainer.spikes.losses, scale)
+        saved = IslandFacts(
+            facts, point, tokens, run, params, READING_ORDER, trainer.spikes.losses, scale
+        )
         try:
             self._files.save(self._trainer, asdict(saved), tensors)
         except (InputError, CheckpointFailed, TimeoutError) as error:
@@ -113,7 +122,9 @@ class IslandCheckpoints:
         return self._files.find_steps()
 
     def reject_since(self, inner_step: int) -> list[str]:
-        """Make `resume` skip the checkpoints of this inner step and later ones. Return their names."""
+        """Make `resume` skip the checkpoints of this inner step and later ones. Return their
+        names.
+        """
         return self._files.reject_since(inner_step)
 
     def find_earlier(self) -> EarlierState | None:
@@ -149,7 +160,9 @@ class IslandCheckpoints:
 
         Raises InputError if it does not fit the run.
         """
-        found = self._files.newest() if self._resume_step is None else self._files.at(self._resume_step)
+        found = (
+            self._files.newest() if self._resume_step is None else self._files.at(self._resume_step)
+        )
         if found is None:
             return None
         facts = parse_island_facts(found)
@@ -243,7 +256,10 @@ def find_changes(run: RunConfig, facts: IslandFacts) -> list[str]:
     """
     order = []
     if facts.reading_order != READING_ORDER:
-        order = ["the reading order is of another version: text of this epoch may be read twice, or not at all"]
+        order = [
+            "the reading order is of another version: text of this epoch may be read twice, or not "
+            "at all"
+        ]
     try:
         return differing_keys(run, RunConfig(**facts.run)) + order
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Copies of an island's checkpoints at a URL that fsspec supports (s3://, gs://, a folder).
 
-    URL/ISLAND/step-00000120/...    the checkpoint's files; the manifest is written last and completes the copy
+    URL/ISLAND/step-00000120/...    the checkpoint's files; the manifest is written last and
+                                    completes the copy
 
 With a mirror, a run survives the loss of a disk. Copying happens in the background. The manifests
 decide which copy is newer, because a run may have returned to an earlier step.
@@ -36,7 +37,9 @@ class Copy:
 
 
 class Mirror:
-    """The mirror of one island's checkpoints; only the leader has one. Methods raise InputError if the URL fails."""
+    """The mirror of one island's checkpoints; only the leader has one. Methods raise InputError if
+    the URL fails.
+    """
 
     def __init__(self, url: str, keep: int, signer: Signer = disk.UNSIGNED) -> None:
         self._url = url
@@ -61,7 +64,9 @@ class Mirror:
                     if name not in kept:
                         self._delete(name)
         except Exception as error:
-            raise InputError(f"{self._url}: the checkpoint was not copied there: {error}") from error
+            raise InputError(
+                f"{self._url}: the checkpoint was not copied there: {error}"
+            ) from error
 
     def pull(self, folder: Path) -> str | None:
         """Copy the newest complete checkpoint of the URL into `folder`.
@@ -73,13 +78,17 @@ class Mirror:
             local = disk.list_published(folder, self._signer)[0] if folder.is_dir() else []
             copies, problems = self._list()
             for copy in reversed(copies):
-                if copy.manifest.serial > max((found.manifest.serial for found in local), default=0):
+                if copy.manifest.serial > max(
+                    (found.manifest.serial for found in local), default=0
+                ):
                     try:
                         return self._fetch(copy, folder)
                     except InputError as problem:
                         problems.append(str(problem))
         except Exception as error:
-            raise InputError(f"{self._url}: its checkpoint cannot be copied from there: {error}") from error
+            raise InputError(
+                f"{self._url}: its checkpoint cannot be copied from there: {error}"
+            ) from error
         if problems and not local:
             raise InputError(f"{self._url}: none of its checkpoints can be used; {problems[-1]}")
         for problem in problems:
@@ -95,7 +104,10 @@ class Mirror:
         files = copy.manifest.files
         for name, spec in files.items():
             if (size := self._size_of(f"{copy.name}/{name}")) != spec.size_bytes:
-                raise InputError(f"{copy.name}/{name}: damaged: it has {size} bytes, {spec.size_bytes} were written")
+                raise InputError(
+                    f"{copy.name}/{name}: damaged: it has {size} bytes, {spec.size_bytes} were "
+                    "written"
+                )
         size = sum(spec.size_bytes for spec in files.values())
         partial = disk.create_partial(folder, copy.manifest.inner_step, size, len(files))
         try:
@@ -105,7 +117,11 @@ class Mirror:
                 raise InputError(problem)
             # A damaged local checkpoint may already have this name.
             is_taken = (folder / copy.name).exists()
-            disk.finish(partial, copy.raw, partial.name.removesuffix(disk.PARTIAL) if is_taken else copy.name)
+            disk.finish(
+                partial,
+                copy.raw,
+                partial.name.removesuffix(disk.PARTIAL) if is_taken else copy.name,
+            )
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -126,7 +142,9 @@ class Mirror:
                 where = str(self._root / name)
                 try:
                     self._size_of(f"{name}/{MANIFEST}")
-                    raw = self._files.cat_file(f"{where}/{MANIFEST}", start=0, end=MAX_MANIFEST_BYTES + 1)
+                    raw = self._files.cat_file(
+                        f"{where}/{MANIFEST}", start=0, end=MAX_MANIFEST_BYTES + 1
+                    )
                     copies.append(Copy(name, raw, parse_manifest(raw, where, self._signer)))
                 except InputError as problem:
                     problems.append(str(problem))
@@ -139,7 +157,9 @@ class Mirror:
         """
         info = self._files.info(str(self._root / name))
         if info["type"] != "file":
-            raise InputError(f"{self._url}: {name} is a {info['type']}, and a copy has files only; remove it")
+            raise InputError(
+                f"{self._url}: {name} is a {info['type']}, and a copy has files only; remove it"
+            )
         return info["size"]
 
     def _copy_once(self, newest: SavedCheckpoint) -> None:
@@ -155,7 +175,8 @@ class Mirror:
         files = sorted(file.name for file in checkpoint.iterdir() if file.name != MANIFEST)
         for name in files:
             self._files.put_file(str(checkpoint / name), str(target / name))
-        # A kill may leave a partly written file: the manifest, which completes the copy, is renamed when it is whole.
+        # A kill may leave a partly written file: the manifest, which completes the copy, is renamed
+        # when it is whole.
         partial = str(target / (MANIFEST + disk.PARTIAL))
         self._files.put_file(str(checkpoint / MANIFEST), partial)
         self._files.mv(partial, str(target / MANIFEST))

@@ -44,8 +44,10 @@ class RunKeySigner:
                 _warn_once(f"{where}: {error}; it is read anyway, because of {self.accept_setting}")
                 return strip_seal(raw)
             raise InputError(
-                f"{where}: refused: {error}. Name the run's key with {self.key_setting}. If you know where the "
-                f"checkpoint is from, for example from before the run had this key, {self.accept_setting} reads it "
+                f"{where}: refused: {error}. Name the run's key with {self.key_setting}. If you "
+                "know where the "
+                "checkpoint is from, for example from before the run had this key, "
+                f"{self.accept_setting} reads it "
                 "unchecked"
             ) from None
 
@@ -62,7 +64,9 @@ def island_signer(island: IslandConfig) -> RunKeySigner:
     """
     key = load_run_key(island.run_key_file)
     accept = island.checkpoint.accept_unsigned
-    return RunKeySigner(key, accept, "island.run_key_file", "island.checkpoint.accept_unsigned=true")
+    return RunKeySigner(
+        key, accept, "island.run_key_file", "island.checkpoint.accept_unsigned=true"
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,11 @@ class SignatureOptions:
 
         `island`: the config of its first island, if known.
         """
-        named = str(self.run_key_file) if self.run_key_file is not None else island and island.run_key_file
+        named = (
+            str(self.run_key_file)
+            if self.run_key_file is not None
+            else island and island.run_key_file
+        )
         # Where unsigned manifests are accepted, a key file that is not here must not prevent
         # reading.
         key = None if self.accept_unsigned and self.run_key_file is None else load_run_key(named)

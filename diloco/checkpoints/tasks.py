@@ -1,4 +1,6 @@
-"""`diloco evaluate --tasks`: tasks of EleutherAI's lm-evaluation-harness (`lm-eval`) on an exported model."""
+"""`diloco evaluate --tasks`: tasks of EleutherAI's lm-evaluation-harness (`lm-eval`) on an exported
+model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +45,9 @@ def check_harness() -> None:
             raise ConfigError(f"--tasks needs the package {package}; pip install 'diloco[eval]'")
 
 
-def evaluate_tasks(weights: Weights, request: TaskRequest, device: str, folder: Path) -> list[TaskScore]:
+def evaluate_tasks(
+    weights: Weights, request: TaskRequest, device: str, folder: Path
+) -> list[TaskScore]:
     """Export the weights into `folder`, and let the harness evaluate them with transformers.
 
     No code that comes with a task or a model is run. The harness's own tasks fetch their data from
@@ -55,9 +59,13 @@ def evaluate_tasks(weights: Weights, request: TaskRequest, device: str, folder: 
     model = {"pretrained": str(folder), "dtype": "float32", "max_length": weights.window}
     options = {"limit": request.limit, "device": device, "batch_size": 1, "log_samples": False}
     try:
-        found = harness.simple_evaluate("hf", model, list(request.tasks), task_manager=manager, **options)
+        found = harness.simple_evaluate(
+            "hf", model, list(request.tasks), task_manager=manager, **options
+        )
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"--tasks {','.join(request.tasks)}: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"--tasks {','.join(request.tasks)}: {type(error).__name__}: {error}"
+        ) from error
     assert found is not None, "there is one process, and its rank is 0"
     return [score for task, figures in found["results"].items() for score in _scores(task, figures)]
 
@@ -74,11 +82,18 @@ def find_tasks(request: TaskRequest) -> Any:
         manager = tasks.TaskManager(include_path=str(request.folder), include_defaults=False)
         if set(request.tasks) <= set(manager.all_tasks):
             return manager
-    manager = tasks.TaskManager(include_path=None if request.folder is None else str(request.folder))
+    manager = tasks.TaskManager(
+        include_path=None if request.folder is None else str(request.folder)
+    )
     if unknown := [name for name in request.tasks if name not in manager.all_tasks]:
-        where = f" or in {request.folder}" if request.folder else "; --task-folder names a folder with own tasks"
+        where = (
+            f" or in {request.folder}"
+            if request.folder
+            else "; --task-folder names a folder with own tasks"
+        )
         raise InputError(
-            f"--tasks: lm-eval has no task {', '.join(unknown)}{where}; `lm-eval ls tasks` lists all tasks"
+            f"--tasks: lm-eval has no task {', '.join(unknown)}{where}; `lm-eval ls tasks` lists "
+            "all tasks"
         )
     return manager
 
@@ -95,5 +110,7 @@ def _scores(task: str, figures: dict[str, object]) -> list[TaskScore]:
             continue
         error = figures.get(f"{metric}_stderr,{kind}")
         name = metric if kind == "none" else f"{metric} ({kind})"
-        scores.append(TaskScore(task, name, float(value), error if isinstance(error, float) else None))
+        scores.append(
+            TaskScore(task, name, float(value), error if isinstance(error, float) else None)
+        )
     return scores

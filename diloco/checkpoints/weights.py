@@ -1,4 +1,6 @@
-"""Load a trained model from a run or from an exported folder, evaluate it, and generate text with it."""
+"""Load a trained model from a run or from an exported folder, evaluate it, and generate text with
+it.
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,13 @@ from inner.errors import InputError
 from inner.expert_names import router_bias_name
 from inner.files import home_path
 from inner.huggingface.load import read_whole
-from inner.huggingface.model_config import CONFIG, read_config, read_length, read_model_config, read_special_ids
+from inner.huggingface.model_config import (
+    CONFIG,
+    read_config,
+    read_length,
+    read_model_config,
+    read_special_ids,
+)
 from inner.huggingface.save import Dtype, Export
 from inner.huggingface.tokenizer_files import TOKENIZER
 from inner.measure.param_specs import param_specs
@@ -84,8 +92,10 @@ class Weights:
         limit = self.sizes.decoder.max_positions
         if limit is not None and num_tokens > limit:
             raise InputError(
-                f"the model has learned {limit} positions (model.decoder.max_positions), and a sequence has "
-                f"{num_tokens} tokens; ask for no more than {limit} (--seq-len; --max-tokens with the prompt)"
+                f"the model has learned {limit} positions (model.decoder.max_positions), and a "
+                "sequence has "
+                f"{num_tokens} tokens; ask for no more than {limit} (--seq-len; --max-tokens with "
+                "the prompt)"
             )
 
     def encoder(self) -> Tokenizer:
@@ -118,25 +128,37 @@ class Evaluation:
     tokens: int
 
 
-def open_weights(path: Path, island: str | None = None, signatures: SignatureOptions = UNSET) -> Weights:
-    """Load the weights of an exported folder, or the global params of a run from its folder or from one checkpoint.
+def open_weights(
+    path: Path, island: str | None = None, signatures: SignatureOptions = UNSET
+) -> Weights:
+    """Load the weights of an exported folder, or the global params of a run from its folder or from
+    one checkpoint.
 
-    `island` names the island whose checkpoint to read; None takes the one with the latest round. Raises InputError.
+    `island` names the island whose checkpoint to read; None takes the one with the latest round.
+    Raises InputError.
     """
     if (path / CONFIG).is_file():
         return _open_export(path)
     if not path.is_dir():
-        raise InputError(f"{path}: no such folder; give a run's folder, a checkpoint, or an exported model")
+        raise InputError(
+            f"{path}: no such folder; give a run's folder, a checkpoint, or an exported model"
+        )
     # Imported here because only the checkpoints of a run need torch.distributed.checkpoint.
     from diloco.checkpoints.global_params import find_run_folder, read_global_params
 
     config = find_run_folder(path) / RUN_CONFIG
-    own = parse_config(config.read_text(), where=str(config)).for_island(0) if config.is_file() else None
+    own = (
+        parse_config(config.read_text(), where=str(config)).for_island(0)
+        if config.is_file()
+        else None
+    )
     run, tensors = read_global_params(path, island, signatures.build_signer(own))
     return weights_of_run(run, own, tensors, path)
 
 
-def weights_of_run(run: RunConfig, own: IslandConfig | None, tensors: dict[str, Tensor], path: Path) -> Weights:
+def weights_of_run(
+    run: RunConfig, own: IslandConfig | None, tensors: dict[str, Tensor], path: Path
+) -> Weights:
     """Return the weights of a run. Raises InputError.
 
     `own`: the config of an island, which names the places of the text and of the first weights.
@@ -146,12 +168,18 @@ def weights_of_run(run: RunConfig, own: IslandConfig | None, tensors: dict[str, 
     sizes = resolve_sizes(run.model, encoder.vocab_size)
     expected = {spec.name: spec.shape for spec in param_specs(sizes)}
     if sizes.experts is not None:
-        expected |= {router_bias_name(layer): (sizes.experts.number,) for layer in sizes.expert_layers}
+        expected |= {
+            router_bias_name(layer): (sizes.experts.number,) for layer in sizes.expert_layers
+        }
     if expected != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
-        raise InputError(f"{path}: the parameters in its checkpoint differ from the model in its config")
+        raise InputError(
+            f"{path}: the parameters in its checkpoint differ from the model in its config"
+        )
     bos_id, seq_len = _of_beginning(run, own, encoder)
     ends = (run.data.eos, run.data.bos)
-    return Weights(sizes, tensors, seq_len, tokenizer, run, own, *ends, bos_id, _stop_ids(run.data, encoder))
+    return Weights(
+        sizes, tensors, seq_len, tokenizer, run, own, *ends, bos_id, _stop_ids(run.data, encoder)
+    )
 
 
 def chat_end(data: DataConfig) -> str | None:
@@ -159,7 +187,9 @@ def chat_end(data: DataConfig) -> str | None:
 
     None if none is.
     """
-    return next((END_MARKERS[each.chat_template] for each in data.sources if each.format == "chat"), None)
+    return next(
+        (END_MARKERS[each.chat_template] for each in data.sources if each.format == "chat"), None
+    )
 
 
 def _stop_ids(data: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -172,22 +202,30 @@ def _stop_ids(data: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     return () if end is None else tuple(dict.fromkeys((end, tokenizer.eos_id)))
 
 
-def _of_beginning(run: RunConfig, island: IslandConfig | None, tokenizer: Tokenizer) -> tuple[int | None, int]:
+def _of_beginning(
+    run: RunConfig, island: IslandConfig | None, tokenizer: Tokenizer
+) -> tuple[int | None, int]:
     """Return (bos id or None, longest sequence), considering the model that the run began from."""
     seq_len = longest_sequence(run)
     named = run.model.init_from
     if named is None:
         return tokenizer.first_id, seq_len
-    folder = home_path((island.init_from if island is not None else None) or named, "model.init_from")
+    folder = home_path(
+        (island.init_from if island is not None else None) or named, "model.init_from"
+    )
     try:
         config = read_config(folder)
     except InputError as error:
         log.warning(
-            "%s; the sequence length of the training, %d, and the tokenizer's bos are used instead", error, seq_len
+            "%s; the sequence length of the training, %d, and the tokenizer's bos are used instead",
+            error,
+            seq_len,
         )
         return tokenizer.first_id, seq_len
     bos_id, _ = read_special_ids(config, tokenizer.vocab_size)
-    return bos_id if tokenizer.first_id is None else tokenizer.first_id, max(seq_len, read_length(folder, config))
+    return bos_id if tokenizer.first_id is None else tokenizer.first_id, max(
+        seq_len, read_length(folder, config)
+    )
 
 
 def _open_export(folder: Path) -> Weights:
@@ -215,7 +253,9 @@ def load_heldout_text(weights: Weights, allow_imports: Sequence[str] = ()) -> Co
     ConfigError if its text comes from own code that `allow_imports` does not name.
     """
     if weights.run is None or weights.island is None:
-        raise InputError("an exported folder has no held-out text of its own; name files or folders of text")
+        raise InputError(
+            "an exported folder has no held-out text of its own; name files or folders of text"
+        )
     sources = [(key, path) for key, path in own_code(weights.run) if key.startswith("data")]
     check_allowed(sources, tuple(allow_imports), "add --allow-import ")
     return load_corpus(weights.run, weights.island)
@@ -230,7 +270,9 @@ def load_text(paths: Sequence[str], weights: Weights, num_tokens: int | None) ->
     tokenizer = weights.encoder()
     pieces: list[np.ndarray] = []
     total_tokens = total_bytes = 0
-    for document in build_source(DataConfig(source="files", paths=list(paths), text_field=field)).documents():
+    for document in build_source(
+        DataConfig(source="files", paths=list(paths), text_field=field)
+    ).documents():
         pieces.append(encode_document(tokenizer, document.text))
         total_tokens += len(pieces[-1])
         total_bytes += len(document.text.encode("utf-8", "replace"))
@@ -241,7 +283,11 @@ def load_text(paths: Sequence[str], weights: Weights, num_tokens: int | None) ->
 
 
 def evaluate(
-    weights: Weights, corpus: Corpus, num_tokens: int | None, device: str, seq_len: int | None = None
+    weights: Weights,
+    corpus: Corpus,
+    num_tokens: int | None,
+    device: str,
+    seq_len: int | None = None,
 ) -> Evaluation:
     """Return the loss on the first `num_tokens` held-out tokens, rounded up to whole sequences.
 
@@ -258,7 +304,9 @@ def evaluate(
     model = build_whole_model(weights.sizes, weights.tensors, seq_len, device)
     loss_sum, tokens = summed_loss(model, windows, seq_len, eos_id)
     if not tokens:
-        raise InputError("the text has nothing that the model learns to write, so it has no loss; give more text")
+        raise InputError(
+            "the text has nothing that the model learns to write, so it has no loss; give more text"
+        )
     loss = loss_sum / tokens
     return Evaluation(loss, bits_per_byte(loss, corpus), tokens)
 
@@ -273,12 +321,18 @@ class GenerateRequest:
     seed: int
 
 
-def generate_texts(weights: Weights, request: GenerateRequest, count: int, device: str) -> Iterator[Iterator[str]]:
-    """Generate `count` texts, each in pieces as they are sampled. Text k uses `request.seed` + k."""
+def generate_texts(
+    weights: Weights, request: GenerateRequest, count: int, device: str
+) -> Iterator[Iterator[str]]:
+    """Generate `count` texts, each in pieces as they are sampled. Text k uses `request.seed` +
+    k.
+    """
     tokenizer = weights.encoder()
     prompt = weights.prompt(request.prompt)
     weights.check_length(len(prompt) + request.max_tokens)
-    model = build_whole_model(weights.sizes, weights.tensors, len(prompt) + request.max_tokens, device)
+    model = build_whole_model(
+        weights.sizes, weights.tensors, len(prompt) + request.max_tokens, device
+    )
     for number in range(count):
         generator = torch.Generator().manual_seed(request.seed + number)
         ids = generate(model, prompt, request.max_tokens, request.sampling, generator)

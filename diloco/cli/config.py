@@ -1,4 +1,6 @@
-"""The commands about config files: init, config, settings, key. Importing this does not import torch."""
+"""The commands about config files: init, config, settings, key. Importing this does not import
+torch.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +12,10 @@ from diloco.cli import arguments as args
 
 def init(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of the run. The file is NAME.yaml, in this folder.")
+        str,
+        typer.Argument(
+            metavar="NAME", help="Name of the run. The file is NAME.yaml, in this folder."
+        ),
     ],
 ) -> None:
     """Write a config for a first run, with a comment at each value, and print the commands that can
@@ -22,7 +27,8 @@ def init(
     typer.echo(
         f"wrote {path.name}: a model of 1M parameters on two islands. Change what you like, then\n"
         f"    diloco simulate {path.name}               trains it on this machine in some minutes\n"
-        f"    diloco plan {path.name} --bandwidth 100mbit --rtt 50ms     what it costs on a link; starts nothing\n"
+        f"    diloco plan {path.name} --bandwidth 100mbit --rtt 50ms     what it costs on a link; "
+        "starts nothing\n"
         "    diloco settings codec                 settings with this word in their name or meaning"
     )
 
@@ -37,11 +43,19 @@ def config(config: args.ConfigPath, overrides: args.Overrides = None) -> None:
 
 def settings(
     text: Annotated[
-        str, typer.Argument(metavar="[TEXT]", help="Only settings with this text in their name or meaning.")
+        str,
+        typer.Argument(
+            metavar="[TEXT]", help="Only settings with this text in their name or meaning."
+        ),
     ] = "",
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print all of them as a page in Markdown.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print all of them as a page in Markdown.")
+    ] = False,
     json_schema: Annotated[
-        bool, typer.Option("--json-schema", help="Print the JSON Schema of a config, for completion in an editor.")
+        bool,
+        typer.Option(
+            "--json-schema", help="Print the JSON Schema of a config, for completion in an editor."
+        ),
     ] = False,
 ) -> None:
     """Explain the settings of a config: allowed values, default and meaning."""
@@ -49,10 +63,14 @@ def settings(
 
     if markdown or json_schema:
         if text or (markdown and json_schema):
-            raise typer.BadParameter("each prints everything in its own form; give only one of them, and no TEXT")
+            raise typer.BadParameter(
+                "each prints everything in its own form; give only one of them, and no TEXT"
+            )
         import json
 
-        typer.echo(settings_page() if markdown else json.dumps(config_schema(), indent=2), nl=not markdown)
+        typer.echo(
+            settings_page() if markdown else json.dumps(config_schema(), indent=2), nl=not markdown
+        )
         return
     found = find_settings(text)
     for each in found:
@@ -60,7 +78,9 @@ def settings(
     if not found:
         near = nearest_setting(text)
         hint = f"; did you mean {near}?" if near else ""
-        raise typer.BadParameter(f"no setting has {text!r} in its name or meaning{hint}", param_hint="TEXT")
+        raise typer.BadParameter(
+            f"no setting has {text!r} in its name or meaning{hint}", param_hint="TEXT"
+        )
 
 
 def key(config: args.ConfigPath, overrides: args.Overrides = None) -> None:

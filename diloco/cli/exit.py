@@ -19,10 +19,15 @@ def error_text(error: BaseException) -> str | None:
     from inner.errors import TrainingStopped
     from outer.errors import InputError, OuterError, RankLost
 
-    if isinstance(error, ConfigError | DataError | TrainingStopped | InputError | OuterError | RankLost):
+    if isinstance(
+        error, ConfigError | DataError | TrainingStopped | InputError | OuterError | RankLost
+    ):
         return str(error)
     if isinstance(error, OSError) and error.errno in DISK_PROBLEMS and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; it must be on a disk that has room and where this user may write"
+        return (
+            f"{error.filename}: {error.strerror}; it must be on a disk that has room and where "
+            "this user may write"
+        )
     return None
 
 
@@ -41,7 +46,9 @@ def exit_status(error: BaseException) -> int:
 
 
 def end(code: int) -> None:
-    """Exit with status `code`. Skips the interpreter's shutdown, in which threads of gloo and Arrow sometimes hang."""
+    """Exit with status `code`. Skips the interpreter's shutdown, in which threads of gloo and Arrow
+    sometimes hang.
+    """
     for stream in (sys.stdout, sys.stderr):
         # A failing write, for example to a log on a full disk, must not change the exit status.
         with suppress(OSError):

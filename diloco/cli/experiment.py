@@ -8,20 +8,31 @@ import typer
 
 def experiment(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML file, for example configs/experiments/inner-steps.yaml.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="YAML file, for example configs/experiments/inner-steps.yaml."
+        ),
     ],
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="ROW", help="Run only this row: its number, or a part of its name. Repeatable."),
+        typer.Option(
+            metavar="ROW", help="Run only this row: its number, or a part of its name. Repeatable."
+        ),
     ] = None,
     at_once: Annotated[
         int | None, typer.Option(min=1, help="Runs at the same time (default: one for each core).")
     ] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", "--dry-run", help="Only print the rows and how long they take. Starts no run.")
+        bool,
+        typer.Option(
+            "--plan", "--dry-run", help="Only print the rows and how long they take. Starts no run."
+        ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of the experiment (default: runs/experiments/NAME).")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder of the experiment (default: runs/experiments/NAME)."
+        ),
     ] = None,
 ) -> None:
     """Run the missing runs of an experiment, and compare all runs: table, plots, summary.

@@ -1,4 +1,6 @@
-"""`diloco launch` starts the ranks of an island, `diloco launch-files` writes files for clusters. Imports no torch."""
+"""`diloco launch` starts the ranks of an island, `diloco launch-files` writes files for clusters.
+Imports no torch.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,8 +13,12 @@ from diloco.cli.arguments import ConfigPath, Overrides, Resume, with_resume
 def launch(
     config: ConfigPath,
     overrides: Overrides = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Sets island.ranks (default: as in CONFIG).")] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="How often to restart the ranks after one has died.")] = 3,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Sets island.ranks (default: as in CONFIG).")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often to restart the ranks after one has died.")
+    ] = 3,
     resume: Resume = None,
 ) -> None:
     """Run an island of one node (island.index): start its ranks, and restart all of them when one
@@ -45,14 +51,23 @@ def launch(
 
 
 def launch_files(
-    target: Annotated[Literal["slurm", "kubernetes", "skypilot"], typer.Argument(help="What starts the islands.")],
+    target: Annotated[
+        Literal["slurm", "kubernetes", "skypilot"], typer.Argument(help="What starts the islands.")
+    ],
     config: ConfigPath,
-    address: Annotated[str, typer.Option(metavar="ADDRESS", help="Address printed by `diloco bootstrap`.")],
+    address: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address printed by `diloco bootstrap`.")
+    ],
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the files.")] = Path("launch"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the files.")] = Path(
+        "launch"
+    ),
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Number of GPUs of a node.")] = 8,
     image: Annotated[
-        str | None, typer.Option(help="Container image in which `python -m diloco` runs, for kubernetes and skypilot.")
+        str | None,
+        typer.Option(
+            help="Container image in which `python -m diloco` runs, for kubernetes and skypilot."
+        ),
     ] = None,
     gpu: Annotated[str, typer.Option(help="Kind of GPU, as SkyPilot names it.")] = "H100",
 ) -> None:
@@ -62,7 +77,11 @@ def launch_files(
     written = write_launch_files(
         target, config, overrides or [], out, ClusterOptions(address, gpus_per_node, image, gpu)
     )
-    start = {"slurm": "bash {} --time 24:00:00", "kubernetes": "kubectl apply -f {}", "skypilot": "sky jobs launch {}"}
+    start = {
+        "slurm": "bash {} --time 24:00:00",
+        "kubernetes": "kubectl apply -f {}",
+        "skypilot": "sky jobs launch {}",
+    }
     before = f"cd {out} && " if target == "skypilot" else ""
     for path in written:
         typer.echo(before + start[target].format(path.name if before else path))

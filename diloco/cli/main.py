@@ -42,7 +42,9 @@ for command in (init, simulate, rehearse, experiment):
 
 
 @app.command()
-def train(config: args.ConfigPath, overrides: args.Overrides = None, resume: args.Resume = None) -> None:
+def train(
+    config: args.ConfigPath, overrides: args.Overrides = None, resume: args.Resume = None
+) -> None:
     """Run one rank of an island. Started by `diloco launch` on one node, or by torchrun on several
     nodes.
     """
@@ -58,9 +60,13 @@ def train(config: args.ConfigPath, overrides: args.Overrides = None, resume: arg
 def islands(
     config: args.ConfigPath,
     overrides: args.Overrides = None,
-    processors: Annotated[int | None, typer.Option(min=1, help="Most islands that compute at the same time.")] = None,
+    processors: Annotated[
+        int | None, typer.Option(min=1, help="Most islands that compute at the same time.")
+    ] = None,
 ) -> None:
-    """Run all islands of a config as threads of this process. Started by `simulate --in-process` and `experiment`."""
+    """Run all islands of a config as threads of this process. Started by `simulate --in-process`
+    and `experiment`.
+    """
     from diloco.config.schema import load_config
 
     resolved = load_config(config, overrides or [])
@@ -95,31 +101,42 @@ def mesh(
     overrides: args.Overrides = None,
     island: Annotated[int, typer.Option(min=0, help="Index of the island to draw.")] = 0,
     memory: Annotated[
-        str | None, typer.Option(help="Memory per rank, for example 80GB; exits 1 if a step does not fit.")
+        str | None,
+        typer.Option(help="Memory per rank, for example 80GB; exits 1 if a step does not fit."),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Kind of the island's GPUs, as h100: adds their memory and the data sheet's seconds per step."
+            help="Kind of the island's GPUs, as h100: adds their memory and the data sheet's "
+            "seconds per step."
         ),
     ] = None,
     fabric: Annotated[
         str | None,
-        typer.Option(help="With --gpu: links between its nodes of eight GPUs (default: infiniband-ndr)."),
+        typer.Option(
+            help="With --gpu: links between its nodes of eight GPUs (default: infiniband-ndr)."
+        ),
     ] = None,
     placements: Annotated[
-        bool, typer.Option("--placements", help="Also list which slices of every parameter a rank holds.")
+        bool,
+        typer.Option(
+            "--placements", help="Also list which slices of every parameter a rank holds."
+        ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Also make a step of three ranks at full size on a device that computes nothing, without a GPU, and "
-            "compare memory and traffic with the plan. Takes 10 to 40 processor seconds per rank for 8B parameters.",
+            help="Also make a step of three ranks at full size on a device that computes nothing, "
+            "without a GPU, and "
+            "compare memory and traffic with the plan. Takes 10 to 40 processor seconds per rank "
+            "for 8B parameters.",
         ),
     ] = False,
 ) -> None:
-    """Draw an island's mesh without starting it: the ranks, their traffic, the pipeline and the memory."""
+    """Draw an island's mesh without starting it: the ranks, their traffic, the pipeline and the
+    memory.
+    """
     from rich.console import Console
 
     from diloco.planning.mesh.picture import show_mesh
@@ -141,43 +158,66 @@ def plan(
     overrides: args.Overrides = None,
     islands: args.NumIslands = None,
     bandwidth: Annotated[
-        str, typer.Option(help="Bandwidth of each island's link, per direction, for example 100mbit or 2.5gbit.")
+        str,
+        typer.Option(
+            help="Bandwidth of each island's link, per direction, for example 100mbit or 2.5gbit."
+        ),
     ] = "1gbit",
-    rtt: Annotated[str, typer.Option(help="Round-trip time between islands, for example 50ms.")] = "0ms",
+    rtt: Annotated[
+        str, typer.Option(help="Round-trip time between islands, for example 50ms.")
+    ] = "0ms",
     disk: Annotated[
-        str, typer.Option(help="Bytes per second of an island's disk, all of its ranks together, for example 2GB.")
+        str,
+        typer.Option(
+            help="Bytes per second of an island's disk, all of its ranks together, for example 2GB."
+        ),
     ] = "1GB",
     step_seconds: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Time of an inner step: 0.2 or 200ms (default: computed from --flops)."),
+        typer.Option(
+            metavar="TIME",
+            help="Time of an inner step: 0.2 or 200ms (default: computed from --flops).",
+        ),
     ] = None,
     flops: args.Flops = None,
     gpu: args.GpuNames = None,
     spread: Annotated[
         float | None,
-        typer.Option(min=0, help="How much longer a step takes on the slowest island, as a fraction, for example 0.1."),
+        typer.Option(
+            min=0,
+            help="How much longer a step takes on the slowest island, as a fraction, for example "
+            "0.1.",
+        ),
     ] = None,
     codec_speed: Annotated[
         str | None,
-        typer.Option(metavar="BYTES", help="fp32 bytes encoded per second, for example 2G (default: measured)."),
+        typer.Option(
+            metavar="BYTES",
+            help="fp32 bytes encoded per second, for example 2G (default: measured).",
+        ),
     ] = None,
     utilisation: Annotated[
         float | None,
         typer.Option(
             min=0.01,
             max=0.999,
-            help="Required share of time spent computing, for example 0.95; exits 1 if not reached.",
+            help="Required share of time spent computing, for example 0.95; exits 1 if not "
+            "reached.",
         ),
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="COUNT", help="Predict the time for this many tokens: 10B (default: the run's)."),
+        typer.Option(
+            metavar="COUNT", help="Predict the time for this many tokens: 10B (default: the run's)."
+        ),
     ] = None,
     gpus: args.Gpus = None,
     watts: args.Watts = None,
     hours: args.Hours = None,
 ) -> None:
-    """Predict the cost of a run on given links, term by term, and recommend settings. Starts nothing."""
+    """Predict the cost of a run on given links, term by term, and recommend settings. Starts
+    nothing.
+    """
     from rich.console import Console
 
     from diloco.planning.plan import PlanRequest, show_plan
@@ -207,24 +247,33 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR...",
-            help="Folder of a run, for example runs/quickstart. For a run over several clusters, give one folder each.",
+            help="Folder of a run, for example runs/quickstart. For a run over several clusters, "
+            "give one folder each.",
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of the report (default: the first RUN_DIR).")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder of the report (default: the first RUN_DIR)."),
     ] = None,
     page: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write only the page of `diloco watch` with its data, as one file."),
+        typer.Option(
+            metavar="FILE", help="Write only the page of `diloco watch` with its data, as one file."
+        ),
     ] = None,
 ) -> None:
-    """Write summary.json and report.html of a run from its metrics, and print the summary and the islands."""
+    """Write summary.json and report.html of a run from its metrics, and print the summary and the
+    islands.
+    """
     if page is not None:
         from diloco.errors import ConfigError
         from diloco.watch.saved_page import write_page
 
         if len(run_dirs) > 1 or out is not None:
-            raise ConfigError(f"got --page with {len(run_dirs)} folders and --out {out}; give one folder and no --out")
+            raise ConfigError(
+                f"got --page with {len(run_dirs)} folders and --out {out}; give one folder and no "
+                "--out"
+            )
         write_page(run_dirs[0], page)
         typer.echo(f"page: {page}")
         return
@@ -250,7 +299,20 @@ def report(
 
 
 app.command("launch-files")(launch_files)
-for command in (watch, bootstrap, relay, join, doctor, status, launch, key, prepare, export, evaluate, generate):
+for command in (
+    watch,
+    bootstrap,
+    relay,
+    join,
+    doctor,
+    status,
+    launch,
+    key,
+    prepare,
+    export,
+    evaluate,
+    generate,
+):
     app.command()(command)
 
 

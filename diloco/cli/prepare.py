@@ -28,12 +28,18 @@ def prepare(
     config: ConfigPath,
     overrides: Overrides = None,
     processes: Annotated[
-        int, typer.Option(min=1, max=1024, help="Number of tokeniser processes (does not change the result).")
+        int,
+        typer.Option(
+            min=1, max=1024, help="Number of tokeniser processes (does not change the result)."
+        ),
     ] = 1,
     into: Annotated[
-        str | None, typer.Option(help="Write shards to this folder or URL (s3://...), for data.source=shards.")
+        str | None,
+        typer.Option(help="Write shards to this folder or URL (s3://...), for data.source=shards."),
     ] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Also check the files there, and repair them.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Also check the files there, and repair them.")
+    ] = False,
 ) -> None:
     """Tokenise the text of an island (island.index) into its cache, or with --into into a store.
 
@@ -59,7 +65,9 @@ def prepare(
         console.print(f"tokenizer {data.tokenizer}: {ends}", markup=False)
     for entry in loaded.data.mixture:
         if not entry.is_read_by(island.label):
-            console.print(f"{entry.name}: left out, it is for {', '.join(entry.only)} only", markup=False)
+            console.print(
+                f"{entry.name}: left out, it is for {', '.join(entry.only)} only", markup=False
+            )
     if repair and into is None:
         raise ConfigError("--repair checks the files of a store; name it by --into")
     if into is not None:
@@ -70,7 +78,9 @@ def prepare(
         _prepare_whole(data, island, processes, console)
 
 
-def _prepare_whole(data: "DataConfig", island: "IslandConfig", processes: int, console: "Console") -> None:
+def _prepare_whole(
+    data: "DataConfig", island: "IslandConfig", processes: int, console: "Console"
+) -> None:
     from inner.data.corpus import prepare_corpus
     from inner.data.prepare import PrepareOptions
 
@@ -79,12 +89,17 @@ def _prepare_whole(data: "DataConfig", island: "IslandConfig", processes: int, c
     for text in corpus.texts:
         train = human_count(len(text.train))
         heldout = human_count(len(text.heldout))
-        size = f"{train} training and {heldout} held-out tokens of {text.heldout_bytes / len(text.heldout):.2f} bytes"
+        size = (
+            f"{train} training and {heldout} held-out tokens of "
+            f"{text.heldout_bytes / len(text.heldout):.2f} bytes"
+        )
         console.print(f"{text.name or 'text'}: {size}", markup=False)
     console.print(f"ready in {island.cache_dir}", markup=False)
 
 
-def _prepare_shards(data: "DataConfig", island: "IslandConfig", processes: int, console: "Console") -> None:
+def _prepare_shards(
+    data: "DataConfig", island: "IslandConfig", processes: int, console: "Console"
+) -> None:
     """Make or fetch all shards of all sources into the cache, up to the cache's limit."""
     from diloco.runtime.corpus import stream_options
     from inner.data.corpus import TOKENS
@@ -103,14 +118,25 @@ def _prepare_shards(data: "DataConfig", island: "IslandConfig", processes: int, 
         while number < len(supply.index.shards) or not supply.index.is_complete:
             supply.bring(number)
             number += 1
-            say(f"{source.source}: {number} shards, {human_count(supply.index.train_tokens)} tokens")
+            say(
+                f"{source.source}: {number} shards, {human_count(supply.index.train_tokens)} tokens"
+            )
         supply.close()
-        console.print(f"{source.source}: {number} shards, {human_count(supply.index.train_tokens)} training tokens")
+        console.print(
+            f"{source.source}: {number} shards, {human_count(supply.index.train_tokens)} training "
+            "tokens"
+        )
     console.print(f"ready in {island.cache_dir}", markup=False)
 
 
 def _prepare_into(
-    data: "DataConfig", url: str, island: "IslandConfig", processes: int, console: "Console", *, is_repaired: bool
+    data: "DataConfig",
+    url: str,
+    island: "IslandConfig",
+    processes: int,
+    console: "Console",
+    *,
+    is_repaired: bool,
 ) -> None:
     """Write all sources into a store. Each source of a mixture gets a folder of the store."""
     from inner.data.corpus import SHARDS, TOKENS
@@ -123,9 +149,13 @@ def _prepare_into(
             f"--into: {entry.name} is for {', '.join(entry.only)} only, and other islands read a "
             "store, too; leave out --into, or take the source out of data.mixture for this command"
         )
-    for source, name in zip(data.sources, [entry.name for entry in data.mixture] or [""], strict=True):
+    for source, name in zip(
+        data.sources, [entry.name for entry in data.mixture] or [""], strict=True
+    ):
         if source.source in (SHARDS, TOKENS):
-            raise ConfigError(f"--into: writes text that is tokenised here, and data.source is {source.source}")
+            raise ConfigError(
+                f"--into: writes text that is tokenised here, and data.source is {source.source}"
+            )
         store = Store(f"{url.rstrip('/')}/{name}" if name else url, island.shards.store_seconds)
         report = build_shard_report(console, source.source)
         index = publish(source, shards_identity(source), store, processes, report)
@@ -169,7 +199,10 @@ def build_reporter(console: "Console") -> "ProgressCallback":
     def report(progress: "PrepareProgress") -> None:
         documents = human_count(progress.num_documents)
         tokens = human_count(progress.num_tokens)
-        text = f"{documents} documents, {tokens} tokens, {human_count(progress.tokens_per_second)} tokens/s"
+        text = (
+            f"{documents} documents, {tokens} tokens, "
+            f"{human_count(progress.tokens_per_second)} tokens/s"
+        )
         share = "" if progress.share is None else f", {100 * progress.share:.1f} %"
         say(f"{progress.source}: {text}{share}")
 

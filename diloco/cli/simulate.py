@@ -12,9 +12,12 @@ def simulate(
     config: args.ConfigPath,
     overrides: args.Overrides = None,
     islands: args.NumIslands = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes per island (default: as in CONFIG).")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes per island (default: as in CONFIG).")
+    ] = None,
     baseline: Annotated[
-        bool, typer.Option("--baseline", help="Also train a data-parallel baseline on the same tokens.")
+        bool,
+        typer.Option("--baseline", help="Also train a data-parallel baseline on the same tokens."),
     ] = False,
     fault: args.Faults = None,
     storm: args.Storm = None,
@@ -39,20 +42,34 @@ def simulate(
     (seconds after the run's first commit).
 
     \b
-    kill:1@round=3,back=5          SIGKILL island 1 (or 0+1, bootstrap, relay0); with back, restart it after 5 s
-    leave:1@round=6                SIGTERM; back as above. freeze:1@round=3,seconds=20 is SIGSTOP, then SIGCONT
+    kill:1@round=3,back=5          SIGKILL island 1 (or 0+1, bootstrap, relay0); with back, restart
+                                   it after 5 s
+    leave:1@round=6                SIGTERM; back as above. freeze:1@round=3,seconds=20 is SIGSTOP,
+                                   then SIGCONT
     kill:1@round=3,phase=decide    kill or freeze at this point of the round
-    kill:1@round=3,process=rank1   kill or freeze one process only: rank0, ... or daemon (libp2p's), agent (torchrun)
-    kill:1@round=3,node=1          with --nodes: kill or freeze a node, or cut it off inside its island
+    kill:1@round=3,process=rank1   kill or freeze one process only: rank0, ... or daemon (libp2p's),
+                                   agent (torchrun)
+    kill:1@round=3,node=1          with --nodes: kill or freeze a node, or cut it off inside its
+                                   island
     slow:2x3                       make each inner step take 3 times as long
-    corrupt:1@round=4              flip one bit of a payload that the island sends; nan:1@round=4 sends NaN in one
-    poison:1@round=5,rounds=1      multiply the pseudo-gradient by -10; without rounds, until the end of the run
+    corrupt:1@round=4              flip one bit of a payload that the island sends; nan:1@round=4
+                                   sends NaN in one
+    poison:1@round=5,rounds=1      multiply the pseudo-gradient by -10; without rounds, until the
+                                   end of the run
     join:@round=4                  add one island, by diloco join
-    forget:1@round=4               with --nat: its NAT loses all connections, as after a restart of the NAT
-    cut:0-1@step=40,seconds=15     cut the link between two islands; cut:0@step=40 cuts one off, cut:0+1-2+3@... groups
+    forget:1@round=4               with --nat: its NAT loses all connections, as after a restart of
+                                   the NAT
+    cut:0-1@step=40,seconds=15     cut the link between two islands; cut:0@step=40 cuts one off,
+                                   cut:0+1-2+3@... groups
     """
     check_storm(storm, storm_seed, storm_count)
-    given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--nat": nat, "--proxy": proxy}
+    given = {
+        "--ranks": ranks,
+        "--baseline": baseline,
+        "--netns": netns,
+        "--nat": nat,
+        "--proxy": proxy,
+    }
     modelled = {"--step-seconds": step_seconds, "--spread": spread, "--host-seconds": host_seconds}
     given |= {"--nodes": nodes > 1, "--in-process": in_process, "--resume": resume}
     check_modelled(given, modelled, virtual=virtual)
@@ -67,7 +84,12 @@ def simulate(
         raise typer.Exit(simulate_virtually(config, overrides or [], request))
     from diloco.simulate.launch import simulate as run
 
-    how = {"disturbances": disturbances, "with_baseline": baseline, "in_process": in_process, "resume": resume}
+    how = {
+        "disturbances": disturbances,
+        "with_baseline": baseline,
+        "in_process": in_process,
+        "resume": resume,
+    }
     raise typer.Exit(run(config, overrides or [], islands, ranks, **how))
 
 
@@ -94,12 +116,18 @@ def sort_islands(given: list[int] | None) -> tuple[int, ...]:
 def check_storm(rate: float | None, seed: int, count: int | None) -> None:
     """Raise BadParameter if the options of the storm do not make sense."""
     if rate is not None and not 0 < rate < float("inf"):
-        raise typer.BadParameter(f"got {rate}; allowed: a number above 0, for example 2", param_hint="--storm")
+        raise typer.BadParameter(
+            f"got {rate}; allowed: a number above 0, for example 2", param_hint="--storm"
+        )
     if rate is None and (seed or count):
-        raise typer.BadParameter("there is no storm without --storm RATE", param_hint="--storm-seed, --storm-count")
+        raise typer.BadParameter(
+            "there is no storm without --storm RATE", param_hint="--storm-seed, --storm-count"
+        )
 
 
-def check_modelled(of_processes: Mapping[str, object], of_models: Mapping[str, object], *, virtual: bool) -> None:
+def check_modelled(
+    of_processes: Mapping[str, object], of_models: Mapping[str, object], *, virtual: bool
+) -> None:
     """Raise BadParameter if options do not fit --virtual, or need it.
 
     `of_processes`: options for real processes. `of_models`: options for modelled islands. A
@@ -108,9 +136,14 @@ def check_modelled(of_processes: Mapping[str, object], of_models: Mapping[str, o
     if of_processes["--resume"] and of_processes["--baseline"]:
         names = "--resume, --baseline"
         raise typer.BadParameter(
-            "a baseline always starts from the beginning; leave out one of the two", param_hint=names
+            "a baseline always starts from the beginning; leave out one of the two",
+            param_hint=names,
         )
     if virtual and (given := [name for name, value in of_processes.items() if value]):
-        raise typer.BadParameter("--virtual starts no processes; leave it out", param_hint=", ".join(given))
+        raise typer.BadParameter(
+            "--virtual starts no processes; leave it out", param_hint=", ".join(given)
+        )
     if not virtual and (given := [name for name, value in of_models.items() if value is not None]):
-        raise typer.BadParameter("only --virtual models inner steps; add --virtual", param_hint=", ".join(given))
+        raise typer.BadParameter(
+            "only --virtual models inner steps; add --virtual", param_hint=", ".join(given)
+        )

@@ -1,4 +1,6 @@
-"""The commands that use the weights of a run: export, evaluate, generate. Importing this does not import torch."""
+"""The commands that use the weights of a run: export, evaluate, generate. Importing this does not
+import torch.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,23 +11,36 @@ if TYPE_CHECKING:
     from diloco.checkpoints.weights import Weights
 
 WeightsSource = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR|EXPORT", help="Folder of a run, or of a model written by `diloco export`.")
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR|EXPORT", help="Folder of a run, or of a model written by `diloco export`."
+    ),
 ]
 Island = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Island whose checkpoint to read (default: the island with the latest round)."),
+    typer.Option(
+        metavar="NAME",
+        help="Island whose checkpoint to read (default: the island with the latest round).",
+    ),
 ]
 RunKeyFile = Annotated[
     Path | None,
-    typer.Option(help="The run key with which the checkpoint is signed (default: as in the run's config.yaml)."),
+    typer.Option(
+        help="The run key with which the checkpoint is signed (default: as in the run's "
+        "config.yaml)."
+    ),
 ]
 AcceptUnsigned = Annotated[
     bool,
-    typer.Option("--accept-unsigned", help="Read the checkpoint even if it is not signed with the run key."),
+    typer.Option(
+        "--accept-unsigned", help="Read the checkpoint even if it is not signed with the run key."
+    ),
 ]
 AllowImport = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATH", help="Own code in the run's config that may be imported (repeatable)."),
+    typer.Option(
+        metavar="PATH", help="Own code in the run's config that may be imported (repeatable)."
+    ),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on.")]
 
@@ -39,7 +54,9 @@ def export(
     island: Island = None,
     run_key_file: RunKeyFile = None,
     accept_unsigned: AcceptUnsigned = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing export.")
+    ] = False,
 ) -> None:
     """Export a run's global params as a Hugging Face model: safetensors, config.json, tokenizer.
 
@@ -58,7 +75,10 @@ def export(
     weights = open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
     save_model(weights.tensors, weights.export(dtype), out, overwrite=overwrite)
     if weights.stop_text is not None:
-        text = f"its tokenizer has no token {weights.stop_text}: programs that use the model must stop at this text"
+        text = (
+            f"its tokenizer has no token {weights.stop_text}: programs that use the model must "
+            "stop at this text"
+        )
         typer.echo(f"note: {text}", err=True)
     num_params = num_elements(param_specs(weights.sizes))
     typer.echo(f"{out}: {num_params:,} parameters as {dtype} in {len(weights_files(out))} file(s)")
@@ -71,22 +91,36 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="[DATA ...]",
-            help="Text, .jsonl, .parquet or .tar files, folders or patterns (default: the run's held-out text).",
+            help="Text, .jsonl, .parquet or .tar files, folders or patterns (default: the run's "
+            "held-out text).",
         ),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens to read, approximately (default: all of DATA, or the run's evaluate.tokens)."),
+        typer.Option(
+            min=1,
+            help="Tokens to read, approximately (default: all of DATA, or the run's "
+            "evaluate.tokens).",
+        ),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Tasks of lm-eval to run, as hellaswag,arc_easy (extra: eval).")
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Tasks of lm-eval to run, as hellaswag,arc_easy (extra: eval)."
+        ),
     ] = None,
-    task_folder: Annotated[Path | None, typer.Option(help="With --tasks: folder with YAML files of own tasks.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: most examples per task.")] = None,
+    task_folder: Annotated[
+        Path | None, typer.Option(help="With --tasks: folder with YAML files of own tasks.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="With --tasks: most examples per task.")
+    ] = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Tokens per window (default: the run's data.seq_len; for an export its longest, at most 4096)."
+            min=2,
+            help="Tokens per window (default: the run's data.seq_len; for an export its longest, "
+            "at most 4096).",
         ),
     ] = None,
     island: Island = None,
@@ -95,7 +129,9 @@ def evaluate(
     allow_import: AllowImport = None,
     device: Device = "auto",
 ) -> None:
-    """Print the loss of a run's global params or of an exported model, in nats per token and bits per byte."""
+    """Print the loss of a run's global params or of an exported model, in nats per token and bits
+    per byte.
+    """
     from diloco.checkpoints import weights as library
     from diloco.checkpoints.signing import SignatureOptions
     from diloco.config.schema import IslandConfig
@@ -122,14 +158,18 @@ def evaluate(
     typer.echo(f"tokens         {result.tokens:,} of {text}")
 
 
-def print_tasks(weights: "Weights", tasks: list[str], task_folder: Path | None, limit: int | None, device: str) -> None:
+def print_tasks(
+    weights: "Weights", tasks: list[str], task_folder: Path | None, limit: int | None, device: str
+) -> None:
     """Print one line for each figure of each task. Raises InputError."""
     from tempfile import TemporaryDirectory
 
     from diloco.checkpoints.tasks import TaskRequest, evaluate_tasks
 
     with TemporaryDirectory() as folder:
-        scores = evaluate_tasks(weights, TaskRequest(tasks, task_folder, limit), device, Path(folder) / "export")
+        scores = evaluate_tasks(
+            weights, TaskRequest(tasks, task_folder, limit), device, Path(folder) / "export"
+        )
     for score in scores:
         error = "" if score.error is None else f"  +- {score.error:.4f}"
         typer.echo(f"{score.task}  {score.metric}  {score.value:.4f}{error}")
@@ -137,23 +177,36 @@ def print_tasks(weights: "Weights", tasks: list[str], task_folder: Path | None, 
 
 def generate(
     source: WeightsSource,
-    prompt: Annotated[str, typer.Option(help="Text to continue (default: start a new document).")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
+    prompt: Annotated[
+        str, typer.Option(help="Text to continue (default: start a new document).")
+    ] = "",
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens to generate.")
+    ] = 200,
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature; 0 always picks the most probable token.")
     ] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens only.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most probable tokens with this total probability only.")
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the k most probable tokens only.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Sampling seed: the same seed generates the same text.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="Number of texts, with the seeds seed, seed + 1, ...")] = 1,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the most probable tokens with this total probability only."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Sampling seed: the same seed generates the same text.")
+    ] = 0,
+    count: Annotated[
+        int, typer.Option(min=1, help="Number of texts, with the seeds seed, seed + 1, ...")
+    ] = 1,
     island: Island = None,
     run_key_file: RunKeyFile = None,
     accept_unsigned: AcceptUnsigned = False,
     device: Device = "auto",
 ) -> None:
-    """Generate text with a run's global params or an exported model, and print it token by token."""
+    """Generate text with a run's global params or an exported model, and print it token by
+    token.
+    """
     from diloco.checkpoints import weights as library
     from diloco.checkpoints.signing import SignatureOptions
     from diloco.config.schema import IslandConfig
@@ -164,7 +217,10 @@ def generate(
     torch_device = pick_device(IslandConfig(device=device))
     weights = library.open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
     if max_tokens > weights.seq_len:
-        text = f"note: the model is for sequences of {weights.seq_len} tokens; the quality of longer text is worse"
+        text = (
+            f"note: the model is for sequences of {weights.seq_len} tokens; the quality of "
+            "longer text is worse"
+        )
         typer.echo(text, err=True)
     for number, pieces in enumerate(library.generate_texts(weights, request, count, torch_device)):
         if count > 1:

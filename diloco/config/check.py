@@ -31,11 +31,14 @@ AUTO_MICRO_BATCH = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
 def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
-    """Raise ConfigError if the island's mesh or micro-batch cannot train this run. `where` names it in the error."""
+    """Raise ConfigError if the island's mesh or micro-batch cannot train this run. `where` names it
+    in the error.
+    """
     check_trainer(run)
     if island.masters:
         raise ConfigError(
-            f"{where}: island.masters is true, which is for training loops of your own with diloco.Islands; take it "
+            f"{where}: island.masters is true, which is for training loops of your own with "
+            "diloco.Islands; take it "
             "out: the weights of `diloco train` are fp32"
         )
     check_extras(island, where)
@@ -72,16 +75,22 @@ def check_company(run: RunConfig, island: IslandConfig) -> None:
     others = run.outer.start_islands - 1
     if others == 0 and not island.joins:
         return
-    why = "island.joins is true" if island.joins else f"{others} more begin with it (outer.start_islands)"
+    why = (
+        "island.joins is true"
+        if island.joins
+        else f"{others} more begin with it (outer.start_islands)"
+    )
     alone = "" if island.joins else ", or set outer.start_islands=1 to train alone"
     if not run.outer.network.leaves_process:
         raise ConfigError(
-            f"outer.transport: got {run.outer.transport}, which no other process reaches, and {why}: {island.label} "
+            f"outer.transport: got {run.outer.transport}, which no other process reaches, and "
+            f"{why}: {island.label} "
             f"would wait for ever; use tls, gloo or hivemind{alone}"
         )
     if not island.bootstrap:
         raise ConfigError(
-            f"island.bootstrap: got no address, and {why}: {island.label} would wait for ever; start `diloco "
+            f"island.bootstrap: got no address, and {why}: {island.label} would wait for ever; "
+            "start `diloco "
             f"bootstrap` and give the address that it prints, island.bootstrap=[ADDRESS]{alone}"
         )
 
@@ -108,7 +117,8 @@ def check_index(config: Config, index: int) -> None:
     count = len(config.islands)
     if count and index >= count and not config.for_island(index).joins:
         raise ConfigError(
-            f"island.index: got {index}, and `islands` has the entries 0 to {count - 1}; choose one of them, add an "
+            f"island.index: got {index}, and `islands` has the entries 0 to {count - 1}; choose "
+            "one of them, add an "
             "entry, or set island.joins=true to join a run that others have begun"
         )
 
@@ -135,7 +145,10 @@ def list_candidates(run: RunConfig, island: IslandConfig) -> list[IslandConfig]:
         check_step(run, island)
         return [island]
     if run.model.name is not None:
-        raise ConfigError("island.auto plans memory, which is not possible for an own model; set the settings yourself")
+        raise ConfigError(
+            "island.auto plans memory, which is not possible for an own model; set the settings "
+            "yourself"
+        )
     candidates = []
     refusal = ValueError("nothing to choose from")
     for each in _combine(run, island):
@@ -146,7 +159,8 @@ def list_candidates(run: RunConfig, island: IslandConfig) -> list[IslandConfig]:
             refusal = error
     if not candidates:
         raise ConfigError(
-            f"island.auto={list(island.auto)} finds no setting that can train this run; one was: {refusal}"
+            f"island.auto={list(island.auto)} finds no setting that can train this run; one was: "
+            f"{refusal}"
         )
     return candidates
 
@@ -179,7 +193,9 @@ def check_step(run: RunConfig, island: IslandConfig) -> None:
     degrees = resolve_degrees(island.mesh, island.ranks)
     tokens = run.optimizer.tokens_per_step
     seq_len = run.data.seq_len
-    num_micro_batches = accumulation_steps(tokens, seq_len, island.micro_batch, degrees.num_data_ranks)
+    num_micro_batches = accumulation_steps(
+        tokens, seq_len, island.micro_batch, degrees.num_data_ranks
+    )
     # The vocabulary's size comes from the tokenizer, which is not loaded yet. Any size works for
     # these checks.
     model = resolve_model(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)
@@ -204,22 +220,30 @@ def check_stability(run: RunConfig, *, is_own: bool) -> None:
     optimizer = run.optimizer
     outer = run.outer
     if optimizer.z_loss and is_own:
-        raise InputError("optimizer.z_loss: the loss of an own model is computed from its logits alone; set it to 0")
+        raise InputError(
+            "optimizer.z_loss: the loss of an own model is computed from its logits alone; set it "
+            "to 0"
+        )
     if optimizer.dropout and is_own:
         raise InputError(
-            f"optimizer.dropout: got {optimizer.dropout:g}, and only the built-in decoder has dropout; set it to 0, "
+            f"optimizer.dropout: got {optimizer.dropout:g}, and only the built-in decoder has "
+            "dropout; set it to 0, "
             "and use a dropout in the own model"
         )
     if optimizer.noise_scale_every and optimizer.tokens_per_step < 2 * run.data.seq_len:
         raise InputError(
-            f"optimizer.noise_scale_every needs two sequences in a step, and optimizer.tokens_per_step is "
-            f"{optimizer.tokens_per_step}, data.seq_len {run.data.seq_len}; set it to 0, or make steps larger"
+            "optimizer.noise_scale_every needs two sequences in a step, and "
+            "optimizer.tokens_per_step is "
+            f"{optimizer.tokens_per_step}, data.seq_len {run.data.seq_len}; set it to 0, or make "
+            "steps larger"
         )
     waits = outer.wait_for == "all" and outer.delay == 0 and outer.gossip is None
     if optimizer.spikes.action == "rewind" and not waits:
         raise InputError(
-            "optimizer.spikes.action: rewind goes back to the params of the last commit, for which no round may be in "
-            "flight; set action to skip, or outer.delay to 0, outer.wait_for to all and outer.gossip to null"
+            "optimizer.spikes.action: rewind goes back to the params of the last commit, for which "
+            "no round may be in "
+            "flight; set action to skip, or outer.delay to 0, outer.wait_for to all and "
+            "outer.gossip to null"
         )
 
 
@@ -229,17 +253,23 @@ def check_trainer(run: RunConfig) -> None:
     """
     if run.params:
         raise ConfigError(
-            f"the run {run.name!r} is trained by its own program with diloco.Islands ({run.params}), and that model "
-            "is not known here: start that program, with island.bootstrap=[ADDRESS] and island.joins=true"
+            f"the run {run.name!r} is trained by its own program with diloco.Islands "
+            f"({run.params}), and that model "
+            "is not known here: start that program, with island.bootstrap=[ADDRESS] and "
+            "island.joins=true"
         )
 
 
 def check_extras(island: IslandConfig, where: str) -> None:
     """Raise ConfigError if the island logs to an optional package that is not installed."""
     chosen = {"wandb": island.wandb != "off", "tensorboard": island.tensorboard}
-    for extra in (name for name, is_chosen in chosen.items() if is_chosen and find_spec(name) is None):
+    for extra in (
+        name for name, is_chosen in chosen.items() if is_chosen and find_spec(name) is None
+    ):
         cure = f"pip install {extra} (or 'diloco[{extra}]'), or leave the setting out"
-        raise ConfigError(f"{where}: island.{extra} is set, and the package {extra} is not installed; {cure}")
+        raise ConfigError(
+            f"{where}: island.{extra} is set, and the package {extra} is not installed; {cure}"
+        )
 
 
 def check_fragments(run: RunConfig) -> None:
@@ -255,8 +285,8 @@ def check_fragments(run: RunConfig) -> None:
 
 
 def count_experts_per_token(run: RunConfig) -> int:
-    """Return the number of experts that each token chooses in a layer; 0 if no router of ours counts
-    them: for dense models, own models and own loops.
+    """Return the number of experts that each token chooses in a layer; 0 if no router of ours
+    counts them: for dense models, own models and own loops.
     """
     if run.params or run.model.name is not None:
         return 0
@@ -273,7 +303,8 @@ def check_names(config: Config, num_islands: int) -> None:
     for index, name in enumerate(names):
         if (first := names.index(name)) != index:
             raise ConfigError(
-                f"islands[{index}].name: {name!r} is the name of islands[{first}], too; each island needs a name, and "
+                f"islands[{index}].name: {name!r} is the name of islands[{first}], too; each "
+                "island needs a name, and "
                 "so a folder, of its own: leave the names out to use island-0, island-1, ..."
             )
 

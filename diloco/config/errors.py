@@ -33,7 +33,11 @@ def explain_errors(error: ValidationError, model: type[BaseModel], prefix: str) 
         else:
             allowed = _allowed(item)
             got = "" if isinstance(item["input"], dict | BaseModel) else f"got {item['input']!r}; "
-            lines.append(f"{where or 'config'}: {got}allowed: {allowed}" if got else f"{where}: {allowed}".lstrip(": "))
+            lines.append(
+                f"{where or 'config'}: {got}allowed: {allowed}"
+                if got
+                else f"{where}: {allowed}".lstrip(": ")
+            )
     return lines
 
 
@@ -51,7 +55,10 @@ def _unknown_key(where: str, loc: tuple[int | str, ...], model: type[BaseModel])
     children = {name: _section_at(section, (name,)) for name in keys} if section else {}
     homes = [name for name, child in children.items() if child and loc[-1] in child.model_fields]
     if homes:
-        return f"{where}: unknown key; did you mean {' or '.join(f'{name}.{loc[-1]}' for name in homes)}?"
+        return (
+            f"{where}: unknown key; did you mean "
+            f"{' or '.join(f'{name}.{loc[-1]}' for name in homes)}?"
+        )
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
     return f"{where}: unknown key; {hint}"
 
@@ -71,4 +78,6 @@ def _section_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[Base
 def _as_section(annotation: object) -> type[BaseModel] | None:
     if isinstance(annotation, types.UnionType):
         annotation = typing.get_args(annotation)[0]
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return (
+        annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    )

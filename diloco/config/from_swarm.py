@@ -48,31 +48,42 @@ NOT_FROM_SWARM: dict[str, Origin] = {
 }
 FROM_SWARM = {
     "": "name seed order_seed params param_names code_sha256",
-    "model": "options init_sha256 preset dim num_layers num_heads num_kv_heads head_dim ffn_dim vocab_size rope_theta "
+    "model": "options init_sha256 preset dim num_layers num_heads num_kv_heads head_dim ffn_dim "
+    "vocab_size rope_theta "
     "norm_eps qk_norm qkv_bias tie_embeddings model_type",
-    "model.decoder": "norm norm_place parallel activation gated out_bias ffn_bias positions max_positions rotary_dim "
+    "model.decoder": "norm norm_place parallel activation gated out_bias ffn_bias positions "
+    "max_positions rotary_dim "
     "no_rope_every query_dim score_cap logit_cap embed_scale logit_scale",
     "model.decoder.window": "size full_every first_layer rope_theta",
-    "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
+    "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor "
+    "high_freq_factor "
     "attention_factor beta_fast beta_slow mscale mscale_all_dim",
-    "model.experts": "number per_token dim shared dense_layers scores groups kept_groups renormalise scale capacity",
+    "model.experts": "number per_token dim shared dense_layers scores groups kept_groups "
+    "renormalise scale capacity",
     "model.latent": "q_rank kv_rank nope_dim rope_dim value_dim",
     "model.predict": "depths weight",
-    "data": "options dataset_config split text_field format chat_template max_tokens seq_len eos bos order "
+    "data": "options dataset_config split text_field format chat_template max_tokens seq_len eos "
+    "bos order "
     "shard_tokens document_mask heldout_fraction",
-    "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight only",
-    "optimizer": "options lr betas eps momentum_weight muon_momentum muon_row_beta weight_decay clip_norm schedule "
-    "warmup_steps decay_steps min_lr_ratio tokens_per_step max_skipped_steps z_loss dropout state_dtype "
+    "data.mixture": "options dataset_config split text_field format chat_template max_tokens name "
+    "weight only",
+    "optimizer": "options lr betas eps momentum_weight muon_momentum muon_row_beta weight_decay "
+    "clip_norm schedule "
+    "warmup_steps decay_steps min_lr_ratio tokens_per_step max_skipped_steps z_loss dropout "
+    "state_dtype "
     "noise_scale_every",
     "optimizer.spikes": "deviations steps action",
     "optimizer.balance": "bias_speed sequence_loss router_z_loss",
     "optimizer.groups": "pattern lr_scale weight_decay optimizer",
     "optimizer.averaging": "x y",
-    "outer": "rounds inner_steps fragments fragment_pattern delay mix eager moments local_steps round_seconds "
-    "transport part_elements quorum wait_for below_quorum missed_progress start_islands wait_seconds audit",
+    "outer": "rounds inner_steps fragments fragment_pattern delay mix eager moments local_steps "
+    "round_seconds "
+    "transport part_elements quorum wait_for below_quorum missed_progress start_islands "
+    "wait_seconds audit",
     "outer.optimizer": "options lr momentum nesterov delayed",
     "outer.optimizer.align": "keep turn shrink most doubt",
-    "outer.merge": "options experts trim max_norm_ratio max_norm_zscore min_cosine refuse_norm_ratio",
+    "outer.merge": "options experts trim max_norm_ratio max_norm_zscore min_cosine "
+    "refuse_norm_ratio",
     "outer.experts": "every codec group",
     "outer.gossip": "group momentum lr pull params",
     "outer.coding": "options feedback rounding top_k chunk_elements value_bits rank",
@@ -99,10 +110,13 @@ def parse_swarm_config(text: str) -> RunConfig:
     """
     values = _load_plain_yaml(text)
     if not isinstance(values, dict):
-        raise ConfigError(f"the swarm's config: got a {type(values).__name__}, expected: sections with keys")
+        raise ConfigError(
+            f"the swarm's config: got a {type(values).__name__}, expected: sections with keys"
+        )
     if found := [name for name in ISLAND_SECTIONS if name in values]:
         raise ConfigError(
-            f"the swarm's config sets {' and '.join(found)}, which only the operator of an island sets (addresses, "
+            f"the swarm's config sets {' and '.join(found)}, which only the operator of an island "
+            "sets (addresses, "
             "folders, mirrors, keys). No island publishes such settings, so do not trust the "
             "source of this text"
         )
@@ -141,8 +155,10 @@ def own_the_places(run: RunConfig, island: IslandConfig) -> IslandConfig:
     needed = {name: paths for name, s in named_sources(data) if (paths := _places_of(s))}
     change = {
         "data_paths": island.data_paths or needed.get(None),
-        "mixture_paths": {name: paths for name, paths in needed.items() if name is not None} | island.mixture_paths,
-        "tokenizer": island.tokenizer or (run.data.tokenizer if _names_a_file(run.data.tokenizer) else None),
+        "mixture_paths": {name: paths for name, paths in needed.items() if name is not None}
+        | island.mixture_paths,
+        "tokenizer": island.tokenizer
+        or (run.data.tokenizer if _names_a_file(run.data.tokenizer) else None),
         "allow_imports": island.allow_imports or tuple(path for _, path in own_code(run)),
     }
     return island.model_copy(update=change)
@@ -165,7 +181,11 @@ def _places_of(source: DataConfig) -> tuple[str, ...]:
     """Return the places on a machine from which a source is read; empty if it needs none."""
     if source.source in ("files", "tokens", "shards") or is_import_path(source.source):
         return tuple(source.paths)
-    if source.source == "huggingface" and source.dataset is not None and _names_a_file(source.dataset):
+    if (
+        source.source == "huggingface"
+        and source.dataset is not None
+        and _names_a_file(source.dataset)
+    ):
         return (source.dataset,)
     return ()
 
@@ -174,13 +194,18 @@ def _names_a_file(name: str) -> bool:
     """Return whether a name may refer to a file or folder, or to code that reads them. A hub name
     is [OWNER/]NAME.
     """
-    is_hub_name = not name.endswith((".json", ".py")) and _HUB_NAME.fullmatch(name) is not None and ".." not in name
+    is_hub_name = (
+        not name.endswith((".json", ".py"))
+        and _HUB_NAME.fullmatch(name) is not None
+        and ".." not in name
+    )
     return not is_hub_name or name in READERS_OF_FILES or Path(name).exists()
 
 
 def _place_error(key: str, value: str, cure: str) -> ConfigError:
     return ConfigError(
-        f"{key}: the run reads {_printable(value)!r}. A swarm does not say which files of this machine are read: give "
+        f"{key}: the run reads {_printable(value)!r}. A swarm does not say which files of this "
+        "machine are read: give "
         f"the place where this island has the same text or tokenizer, {cure}"
     )
 
@@ -189,7 +214,9 @@ def _load_plain_yaml(text: str) -> object:
     try:
         return parse_yaml(text, anchors=False, most_chars=MAX_TEXT_CHARS)
     except ValueError as error:
-        raise ConfigError(f"the swarm's config is not valid YAML: {_printable(str(error))[:300]}") from None
+        raise ConfigError(
+            f"the swarm's config is not valid YAML: {_printable(str(error))[:300]}"
+        ) from None
 
 
 def _printable(text: str) -> str:

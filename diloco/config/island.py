@@ -41,7 +41,9 @@ class CheckpointConfig(Section):
 
 
 class AlertsConfig(Section):
-    """What the island tells its operator at once, and how. Nothing is told without a command or a webhook."""
+    """What the island tells its operator at once, and how. Nothing is told without a command or a
+    webhook.
+    """
 
     command: tuple[str, ...] = ()
     """Program and arguments to run for each alert, which it gets as JSON on its standard input. It
@@ -51,9 +53,13 @@ class AlertsConfig(Section):
     no_commit_minutes: float | None = Field(default=30.0, gt=0)
     """Alert when no round has been committed for this number of minutes. null: never."""
     island_away_minutes: float | None = Field(default=30.0, gt=0)
-    """Alert when an island has been in no committed round for this number of minutes. null: never."""
+    """Alert when an island has been in no committed round for this number of minutes. null:
+    never.
+    """
     disk_share: float | None = Field(default=0.95, gt=0, lt=1)
-    """Alert when more than this share of the disk with the island's folder is in use. null: never."""
+    """Alert when more than this share of the disk with the island's folder is in use. null:
+    never.
+    """
     loss_spike: bool = True
     """Alert at each spike of the loss (optimizer.spikes)."""
     disagreement: bool = True
@@ -88,9 +94,10 @@ class IslandConfig(Section):
     if there are too few."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype in which the model computes. auto is bfloat16 on GPUs that support it, else float32.
-    float16 is for GPUs without bfloat16: losses are scaled, and steps whose gradients are too large for
-    it are skipped. Weights, gradients and their sums are always fp32. Islands of a run may differ in
-    it."""
+    float16 is for GPUs without bfloat16: losses are scaled, and steps whose gradients are too large
+    for it are skipped. Weights, gradients and their sums are always fp32. Islands of a run may
+    differ in it.
+    """
     matmul_precision: Literal["highest", "high"] = "high"
     """CUDA only. `high`: multiply fp32 matrices with TF32's mantissas of 10 bits, which is several
     times as fast. `highest`: multiply with all 23 bits."""
@@ -175,7 +182,9 @@ class IslandConfig(Section):
     alerts: AlertsConfig = AlertsConfig()
     profile: ProfileConfig = ProfileConfig()
     tensorboard: bool = False
-    """Whether the island also writes event files for TensorBoard, into `tensorboard` in its folder."""
+    """Whether the island also writes event files for TensorBoard, into `tensorboard` in its
+    folder.
+    """
     wandb: Literal["off", "offline", "online"] = "off"
     """Whether the island also logs to Weights & Biases: into files of its folder (offline), or to
     the server of Weights & Biases (online)."""
@@ -186,7 +195,10 @@ class IslandConfig(Section):
         """Refuse the number of a GPU: each rank gets one of the visible GPUs."""
         if isinstance(value, str) and value.startswith("cuda:"):
             number = value.removeprefix("cuda:")
-            raise ValueError(f"'auto', 'cpu' or 'cuda'; to choose a GPU, start it with CUDA_VISIBLE_DEVICES={number}")
+            raise ValueError(
+                "'auto', 'cpu' or 'cuda'; to choose a GPU, start it with "
+                f"CUDA_VISIBLE_DEVICES={number}"
+            )
         return value
 
     @property

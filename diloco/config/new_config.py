@@ -17,7 +17,8 @@ def write_config(name: str, folder: Path) -> Path:
     name = name.removesuffix(".yaml")
     if not re.fullmatch(RUN_NAME, name):
         raise ConfigError(
-            f"NAME: got {name!r}; allowed: at most 64 letters, digits, . _ and -, beginning with a letter or digit"
+            f"NAME: got {name!r}; allowed: at most 64 letters, digits, . _ and -, beginning with a "
+            "letter or digit"
         )
     path = folder / f"{name}.yaml"
     text = files("diloco.config").joinpath(TEMPLATE).read_text().replace("NAME", name)
@@ -25,7 +26,9 @@ def write_config(name: str, folder: Path) -> Path:
         with open(path, "x") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{path} exists already; choose another name, or move that file away") from None
+        raise ConfigError(
+            f"{path} exists already; choose another name, or move that file away"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}; go to a folder where this user may write"

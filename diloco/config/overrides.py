@@ -20,7 +20,9 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     """
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"got {override!r} on the command line; an override is written section.key=value")
+        raise ConfigError(
+            f"got {override!r} on the command line; an override is written section.key=value"
+        )
     try:
         value = parse_yaml(text)
     except ValueError:
@@ -55,7 +57,11 @@ def _set(target: dict[str, Any], key: str, value: object, where: str) -> None:
 
 def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with the values of `change`; sections are merged key by key."""
-    both = {key for key, value in change.items() if isinstance(value, dict) and isinstance(base.get(key), dict)}
+    both = {
+        key
+        for key, value in change.items()
+        if isinstance(value, dict) and isinstance(base.get(key), dict)
+    }
     return base | change | {key: merge(base[key], change[key]) for key in both}
 
 
@@ -73,7 +79,9 @@ def differing_keys(ours: BaseModel, theirs: BaseModel) -> list[str]:
 
 
 def differing_param(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """Return a line with the first parameter that differs between two lists of RunConfig.param_names."""
+    """Return a line with the first parameter that differs between two lists of
+    RunConfig.param_names.
+    """
     before = ""
     for mine, other in zip_longest(ours, theirs):
         if mine != other:
@@ -94,5 +102,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a dumped config by their dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return flat

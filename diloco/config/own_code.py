@@ -20,7 +20,9 @@ def own_code(run: RunConfig) -> list[tuple[str, str]]:
     named += [("outer.codec", outer.codec), ("outer.merge.rule", outer.merge.rule)]
     named += [("outer.optimizer.rule", outer.optimizer.rule or "")]
     for entry, source in named_sources(run.data):
-        named.append(("data.source" if entry is None else f"data.mixture, {entry}: source", source.source))
+        named.append(
+            ("data.source" if entry is None else f"data.mixture, {entry}: source", source.source)
+        )
     return [(key, name) for key, name in named if is_import_path(name)]
 
 
@@ -47,7 +49,8 @@ def check_allowed(code: list[tuple[str, str]], allowed: tuple[str, ...], cure: s
     for key, path in code:
         if not is_allowed(path, allowed):
             raise ConfigError(
-                f"{key}: the run uses {path!r}. Its config does not say which code this machine runs: if you have that "
+                f"{key}: the run uses {path!r}. Its config does not say which code this machine "
+                "runs: if you have that "
                 f"code from a place that you trust, and installed it here, {cure}{path}"
             )
 

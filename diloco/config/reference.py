@@ -10,8 +10,19 @@ from typing import Any
 
 from diloco.config.schema import Config
 
-LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-TYPES = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text", "null": "null"}
+LIMITS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true, false",
+    "string": "text",
+    "null": "null",
+}
 """Words for the types of JSON Schema."""
 NO_DEFAULT = "must be given"
 PAGE_HEAD = """# All settings
@@ -48,7 +59,9 @@ def list_settings() -> list[Setting]:
 
 def find_settings(text: str) -> list[Setting]:
     """Return the settings whose key or meaning contains the text, regardless of case."""
-    return [each for each in list_settings() if text.lower() in f"{each.key} {each.meaning}".lower()]
+    return [
+        each for each in list_settings() if text.lower() in f"{each.key} {each.meaning}".lower()
+    ]
 
 
 def nearest_setting(text: str) -> str | None:
@@ -73,10 +86,19 @@ def _settings_of(section: dict[str, Any], prefix: str) -> Iterator[Setting]:
     for name, field in section["properties"].items():
         below = _sections_below(field)
         if below is None or "description" in field:
-            default = NO_DEFAULT if name in required else _value_text(field.get("default", _empty(field)))
-            yield Setting(prefix + name, _allowed(field), default, " ".join(field.get("description", "").split()))
+            default = (
+                NO_DEFAULT if name in required else _value_text(field.get("default", _empty(field)))
+            )
+            yield Setting(
+                prefix + name,
+                _allowed(field),
+                default,
+                " ".join(field.get("description", "").split()),
+            )
         if below is not None:
-            yield from _settings_of(below, f"{prefix}{name}{'[]' if field.get('type') == 'array' else ''}.")
+            yield from _settings_of(
+                below, f"{prefix}{name}{'[]' if field.get('type') == 'array' else ''}."
+            )
 
 
 def _sections_below(field: dict[str, Any]) -> dict[str, Any] | None:

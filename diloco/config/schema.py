@@ -3,10 +3,10 @@ torch.
 
 One YAML file holds two kinds of config:
 
-    RunConfig     the same on every island: model, data, optimizer, outer. Its hash is part of the run's
-                  identity, and a joining island gets its text from the swarm (from_swarm.py).
-    IslandConfig  local to an island: mesh, micro-batch, device, addresses, folders. `island` holds the values
-                  that all islands of the file share, `islands` the changes of each one.
+    RunConfig     the same on every island: model, data, optimizer, outer. Its hash is part of the
+                  run's identity, and a joining island gets its text from the swarm (from_swarm.py).
+    IslandConfig  local to an island: mesh, micro-batch, device, addresses, folders. `island` holds
+                  the values that all islands of the file share, `islands` the changes of each one.
 
 Precedence: defaults < `island` < `islands[index]` < command line (`section.key=value`).
 """
@@ -76,15 +76,19 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _moments_are_adamws(self) -> "RunConfig":
         optimizer = self.optimizer
-        if self.outer.moments is not None and (optimizer.name != "adamw" or optimizer.averaging is not None):
+        if self.outer.moments is not None and (
+            optimizer.name != "adamw" or optimizer.averaging is not None
+        ):
             averaging = ", averaged" if optimizer.averaging is not None else ""
             raise ValueError(
-                f"outer.moments needs plain AdamW, and the inner optimizer is {optimizer.name}{averaging}; set "
+                "outer.moments needs plain AdamW, and the inner optimizer is "
+                f"{optimizer.name}{averaging}; set "
                 "optimizer.name to adamw and optimizer.averaging to null, or outer.moments to null"
             )
         if self.outer.moments is not None and optimizer.state_dtype != "float32":
             raise ValueError(
-                f"outer.moments averages moments in float32, and optimizer.state_dtype is {optimizer.state_dtype}; "
+                "outer.moments averages moments in float32, and optimizer.state_dtype is "
+                f"{optimizer.state_dtype}; "
                 "set it to float32, or outer.moments to null"
             )
         return self
@@ -156,7 +160,9 @@ class Config(RunConfig):
         try:
             return IslandConfig(**merge(self.island.model_dump(), {"index": index} | change))
         except ValidationError as error:
-            raise ConfigError("\n".join(explain_errors(error, IslandConfig, f"islands[{index}]."))) from None
+            raise ConfigError(
+                "\n".join(explain_errors(error, IslandConfig, f"islands[{index}]."))
+            ) from None
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
@@ -191,7 +197,9 @@ def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "
     values = {} if values is None else values
     if not isinstance(values, dict):
         got = "text" if isinstance(values, str) else f"a {type(values).__name__}"
-        raise ConfigError(f"{where}: got {got}; a config is sections with keys, as in `outer: {{rounds: 40}}`")
+        raise ConfigError(
+            f"{where}: got {got}; a config is sections with keys, as in `outer: {{rounds: 40}}`"
+        )
     for override in overrides:
         apply_override(values, override)
     try:
@@ -241,7 +249,9 @@ def stage_tokens(run: RunConfig) -> tuple[int, ...]:
 
 
 def count_inner_steps(run: RunConfig, tokens: int) -> int:
-    """Convert committed tokens of the run to inner steps, shared equally by the islands that begin."""
+    """Convert committed tokens of the run to inner steps, shared equally by the islands that
+    begin.
+    """
     steps = 0
     *ended, last = stage_cycles(run)
     for cycles, cycle_tokens in ended:
@@ -255,14 +265,17 @@ def count_inner_steps(run: RunConfig, tokens: int) -> int:
 
 def most_tokens_per_step(run: RunConfig) -> int:
     """Return the tokens of an island's largest step in the run."""
-    return max((at_stage(run, n).optimizer.tokens_per_step for n in range(len(run.stages))), default=0) or (
-        run.optimizer.tokens_per_step
-    )
+    return max(
+        (at_stage(run, n).optimizer.tokens_per_step for n in range(len(run.stages))), default=0
+    ) or (run.optimizer.tokens_per_step)
 
 
 def longest_sequence(run: RunConfig) -> int:
     """Return the tokens of the longest sequence of the run."""
-    return max((at_stage(run, number).data.seq_len for number in range(len(run.stages))), default=run.data.seq_len)
+    return max(
+        (at_stage(run, number).data.seq_len for number in range(len(run.stages))),
+        default=run.data.seq_len,
+    )
 
 
 def check_stages_of_run(run: RunConfig) -> None:
@@ -271,13 +284,18 @@ def check_stages_of_run(run: RunConfig) -> None:
         return
     if run.data.owners:
         raise ValueError(
-            "stages: got a source that only some islands read (`only`), which is not possible; leave out one of the two"
+            "stages: got a source that only some islands read (`only`), which is not possible; "
+            "leave out one of the two"
         )
     check_stages(run.stages, run.data, run.optimizer)
     if run.outer.gossip is not None:
-        raise ValueError("stages begin with a commit of all islands, and outer has gossip; leave out one of the two")
+        raise ValueError(
+            "stages begin with a commit of all islands, and outer has gossip; leave out one of the "
+            "two"
+        )
     if (needed := stage_rounds(run)[-1:]) and needed[0] >= run.outer.num_rounds:
         raise ValueError(
-            f"stages: the last one would begin after {needed[0] // run.outer.fragments} cycles, and outer.rounds is "
+            f"stages: the last one would begin after {needed[0] // run.outer.fragments} cycles, "
+            "and outer.rounds is "
             f"{run.outer.rounds}; raise outer.rounds or lower the tokens of earlier stages"
         )

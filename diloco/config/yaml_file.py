@@ -1,5 +1,5 @@
-"""Reads the file that a command names, and offers the nearest one if it is not there. Importing this
-does not import torch.
+"""Reads the file that a command names, and offers the nearest one if it is not there. Importing
+this does not import torch.
 """
 
 import difflib
@@ -21,7 +21,9 @@ def read_yaml_text(path: Path, what: str) -> str:
         hint = _hint(path)
         raise ConfigError(f"cannot read the {what} {str(path)!r}: {error.strerror}{hint}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text in UTF-8; a {what} is a YAML file, like those in configs/") from None
+        raise ConfigError(
+            f"{path} is not text in UTF-8; a {what} is a YAML file, like those in configs/"
+        ) from None
 
 
 def _hint(path: Path) -> str:

@@ -1,6 +1,8 @@
-"""`diloco doctor`: finds out why islands on different machines cannot find, reach or trust each other.
+"""`diloco doctor`: finds out why islands on different machines cannot find, reach or trust each
+other.
 
-It connects to the swarm as an island here would, but announces no record, so the swarm does not count it as an island.
+It connects to the swarm as an island here would, but announces no record, so the swarm does not
+count it as an island.
 """
 
 import asyncio
@@ -49,7 +51,13 @@ Line = Check | str
 """The result of a check, or a heading for the checks that follow."""
 
 
-def doctor(arguments: Sequence[str], config_path: Path | None, run_name: str | None, *, is_strict: bool = False) -> int:
+def doctor(
+    arguments: Sequence[str],
+    config_path: Path | None,
+    run_name: str | None,
+    *,
+    is_strict: bool = False,
+) -> int:
     """Run and print all checks. Return 1 if a check failed, else 0.
 
     `arguments` are at most one address, and overrides. `is_strict`: also check that the settings
@@ -58,14 +66,22 @@ def doctor(arguments: Sequence[str], config_path: Path | None, run_name: str | N
     addresses = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     if len(addresses) > 1:
-        raise ConfigError(f"got {addresses[1]!r}; a doctor visits one address, and an override is section.key=value")
+        raise ConfigError(
+            f"got {addresses[1]!r}; a doctor visits one address, and an override is "
+            "section.key=value"
+        )
     if is_strict and config_path is None:
         raise ConfigError("--strict checks the settings of a config; add --config FILE")
     address = addresses[0] if addresses else None
-    levels = asyncio.run(_print_all(diagnose(address, overrides, config_path, run_name, is_strict=is_strict)))
+    levels = asyncio.run(
+        _print_all(diagnose(address, overrides, config_path, run_name, is_strict=is_strict))
+    )
     failed = levels.count("FAILED")
     warned = levels.count("warning")
-    typer.echo(f"\n{failed} FAILED, {warned} {'warning' if warned == 1 else 'warnings'}, {levels.count('ok')} ok")
+    typer.echo(
+        f"\n{failed} FAILED, {warned} {'warning' if warned == 1 else 'warnings'}, "
+        f"{levels.count('ok')} ok"
+    )
     return 1 if failed else 0
 
 
@@ -108,13 +124,19 @@ async def diagnose(
     """
     yield "This machine"
     try:
-        config = pin_weights_hash(load_own_config(config_path, overrides)) if config_path is not None else None
+        config = (
+            pin_weights_hash(load_own_config(config_path, overrides))
+            if config_path is not None
+            else None
+        )
         local = resolve_local_island(config, parse_config("", overrides), address)
     except ConfigError as error:
         yield Check("FAILED", "config", str(error))
         return
     swarm_host = host_of(address) if address is not None else None
-    for check in check_machine(local, is_alone=swarm_host is not None and is_loopback(swarm_host[0])):
+    for check in check_machine(
+        local, is_alone=swarm_host is not None and is_loopback(swarm_host[0])
+    ):
         yield check
     yield check_host_memory(local)
     if is_strict and local.run is not None:
@@ -127,7 +149,9 @@ async def diagnose(
             yield line
 
 
-async def check_swarm(local: LocalIsland, address: str, run_name: str | None) -> AsyncIterator[Line]:
+async def check_swarm(
+    local: LocalIsland, address: str, run_name: str | None
+) -> AsyncIterator[Line]:
     """Check the connection to the swarm, then one run or all of its runs.
 
     The run is the one given by --run, or else the config's; without either, all runs are checked.
@@ -143,11 +167,15 @@ async def check_swarm(local: LocalIsland, address: str, run_name: str | None) ->
     except (InputError, OuterError) as error:
         yield Check("FAILED", "run key" if is_about_run_key(str(error)) else "swarm", str(error))
         return
-    found = ", ".join(f"{name} with {len(info.islands)} live islands" for name, info in sorted(runs.items()))
+    found = ", ".join(
+        f"{name} with {len(info.islands)} live islands" for name, info in sorted(runs.items())
+    )
     if found:
         yield Check("ok", "runs", f"{found}; the answer took {time.monotonic() - began:.1f} s")
     else:
-        yield Check("warning", "runs", "none; start an island with this address in island.bootstrap")
+        yield Check(
+            "warning", "runs", "none; start an island with this address in island.bootstrap"
+        )
     names = [local.run.name] if runs and local.run is not None else sorted(runs)
     for name in names if run_name is None else [run_name]:
         yield f"Run {name}"
@@ -157,7 +185,11 @@ async def check_swarm(local: LocalIsland, address: str, run_name: str | None) ->
         else:
             text = f"no run {name!r} in this swarm; runs there: {', '.join(sorted(runs)) or 'none'}"
             level = "FAILED" if run_name else "warning"
-            yield Check(level, "run", f"{text}; choose one with --run NAME, or start this one with `diloco train`")
+            yield Check(
+                level,
+                "run",
+                f"{text}; choose one with --run NAME, or start this one with `diloco train`",
+            )
 
 
 async def check_address(address: str) -> Check:
@@ -168,12 +200,17 @@ async def check_address(address: str) -> Check:
     where = f"{target[0]} port {target[1]}"
     (seconds, problem) = await time_connection(*target)
     if problem:
-        cure = "check that `diloco bootstrap` or an island runs there, and that its firewall lets this port in"
+        cure = (
+            "check that `diloco bootstrap` or an island runs there, and that its firewall lets "
+            "this port in"
+        )
         return Check("FAILED", "address", f"{where}: {problem}; {cure}")
     return Check("ok", "address", f"{where} accepted a connection in {1000 * seconds:.1f} ms")
 
 
-async def check_swarm_run(local: LocalIsland, address: str, name: str, info: RunInfo) -> AsyncIterator[Line]:
+async def check_swarm_run(
+    local: LocalIsland, address: str, name: str, info: RunInfo
+) -> AsyncIterator[Line]:
     """Check a run's config and its live islands."""
     try:
         run = parse_swarm_config(info.config_text)
@@ -201,40 +238,65 @@ def compare_configs(ours: RunConfig | None, theirs: RunConfig) -> Check:
     if ours.hash == theirs.hash:
         return Check("ok", "config", f"hash {theirs.hash}, the same as here")
     keys = ", ".join(differing_keys(ours, theirs))
-    return Check("FAILED", "config", f"it differs in {keys}; use the run's config (`diloco join`), or another run name")
+    return Check(
+        "FAILED",
+        "config",
+        f"it differs in {keys}; use the run's config (`diloco join`), or another run name",
+    )
 
 
 def compare_states(members: Mapping[str, Member]) -> Check:
     """Check that all islands in the same round have the same state."""
-    states = [f"{m.island} in round {m.round} with state {m.digest[:8] or 'none yet'}" for m in members.values()]
+    states = [
+        f"{m.island} in round {m.round} with state {m.digest[:8] or 'none yet'}"
+        for m in members.values()
+    ]
     found = {(member.round, member.digest) for member in members.values() if member.digest}
     if len(found) > len({number for number, _ in found}):
         cure = "the islands repair this themselves in a round in which they all reach each other"
-        return Check("warning", "islands", f"{', '.join(states)}: states of one round differ; {cure}")
-    return Check("ok", "islands", ", ".join(states) or "their records have expired: run the doctor again")
+        return Check(
+            "warning", "islands", f"{', '.join(states)}: states of one round differ; {cure}"
+        )
+    return Check(
+        "ok", "islands", ", ".join(states) or "their records have expired: run the doctor again"
+    )
 
 
 async def check_islands(
-    local: LocalIsland, address: str, run: RunConfig, network: Network, members: Mapping[str, Member]
+    local: LocalIsland,
+    address: str,
+    run: RunConfig,
+    network: Network,
+    members: Mapping[str, Member],
 ) -> AsyncIterator[Line]:
     """Check the islands one after another, so that the measurements do not disturb each other."""
     async with AsyncExitStack() as stack:
         callback = None
         try:
-            callback = CallbackListener(await stack.enter_async_context(open_listener(local, address, run)))
+            callback = CallbackListener(
+                await stack.enter_async_context(open_listener(local, address, run))
+            )
         except InputError as error:
-            yield Check("FAILED", "call back", f"this machine cannot listen as an island would: {error}")
+            yield Check(
+                "FAILED", "call back", f"this machine cannot listen as an island would: {error}"
+            )
         for member in members.values():
             yield f"Island {member.island} of run {run.name}"
-            async for check in check_remote_island(RemoteIsland(member, run, network.messenger, local, callback)):
+            async for check in check_remote_island(
+                RemoteIsland(member, run, network.messenger, local, callback)
+            ):
                 yield check
 
 
-def open_listener(local: LocalIsland, address: str, run: RunConfig) -> AbstractAsyncContextManager[Network]:
+def open_listener(
+    local: LocalIsland, address: str, run: RunConfig
+) -> AbstractAsyncContextManager[Network]:
     """Open a network that listens as an island on this machine would."""
     island = local.island
     # With hivemind the listener joins no swarm: a peer connected to it could call back over that
     # connection, and opening a new one would not be tested.
     needs_swarm = not run.outer.network.has_daemon or island.relay == "client"
-    own = island.model_dump(include={"listen_host", "listen_port", "announce_host", "relay", "relays", "proxy"})
+    own = island.model_dump(
+        include={"listen_host", "listen_port", "announce_host", "relay", "relays", "proxy"}
+    )
     return open_probe_network(local, run, bootstrap=[address] if needs_swarm else [], **own)

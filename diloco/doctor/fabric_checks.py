@@ -35,7 +35,9 @@ class Port:
     rate: str
 
 
-def check_fabric(environment: Mapping[str, str], root: Path = Path("/"), *, has_gpus: bool) -> Iterator[Check]:
+def check_fabric(
+    environment: Mapping[str, str], root: Path = Path("/"), *, has_gpus: bool
+) -> Iterator[Check]:
     """Check NCCL's and gloo's settings against the interfaces and adapters of this machine."""
     settings = {**read_nccl_file(root), **environment}
     checks = [*check_interfaces(settings, root), *check_adapters(settings, find_ports(root))]
@@ -148,7 +150,9 @@ def check_locked_memory(limit: int) -> Iterator[Check]:
     """Check that a process may lock as much memory as its adapters need. `limit`: in bytes."""
     if limit != resource.RLIM_INFINITY:
         text = f"a process may lock {human_bytes(limit)} of memory, adapters need more"
-        cure = "ulimit -l unlimited, LimitMEMLOCK=infinity of systemd, or memlock=-1 of the container"
+        cure = (
+            "ulimit -l unlimited, LimitMEMLOCK=infinity of systemd, or memlock=-1 of the container"
+        )
         yield Check("warning", WHERE, f"{text}: {cure}")
 
 

@@ -31,8 +31,10 @@ The system, the page cache and datasets need the rest.
 MOST_NAMED = 4
 """Number of the largest purposes that a text names."""
 CURE = (
-    "spread the island over more machines (island.ranks, fewer on each), allow the container or job more memory, set "
-    "island.checkpoint.every_rounds to null, or choose a smaller model; `diloco plan` shows each purpose"
+    "spread the island over more machines (island.ranks, fewer on each), allow the container or "
+    "job more memory, set "
+    "island.checkpoint.every_rounds to null, or choose a smaller model; `diloco plan` shows each "
+    "purpose"
 )
 
 
@@ -82,12 +84,25 @@ class NodeMemory:
         sizes = self.rank.certain | self.rank.possible
         largest = sorted(sizes, key=lambda purpose: -sizes[purpose])[:MOST_NAMED]
         named = ", ".join(f"{human_bytes(sizes[purpose])} {purpose}" for purpose in largest)
-        ranks = f"{self.num_ranks} {'rank' if self.num_ranks == 1 else 'ranks'} of {self.label!r} on one machine"
+        ranks = (
+            f"{self.num_ranks} {'rank' if self.num_ranks == 1 else 'ranks'} of {self.label!r} "
+            "on one machine"
+        )
         estimate = human_bytes(self.num_ranks * self.rank.estimate)
-        needed = f"at least {human_bytes(self.least)} of host memory, and {estimate} if all is needed at once"
-        swap = f" and {human_bytes(self.machine.swap_bytes)} of swap" if self.machine.swap_bytes else ""
+        needed = (
+            f"at least {human_bytes(self.least)} of host memory, and {estimate} if all is "
+            "needed at once"
+        )
+        swap = (
+            f" and {human_bytes(self.machine.swap_bytes)} of swap"
+            if self.machine.swap_bytes
+            else ""
+        )
         allowed = f"{human_bytes(self.machine.num_bytes)} ({self.machine.source}){swap}"
-        return f"{ranks} {'needs' if self.num_ranks == 1 else 'need'} {needed}; there are {allowed}; each rank {named}"
+        return (
+            f"{ranks} {'needs' if self.num_ranks == 1 else 'need'} {needed}; there are "
+            f"{allowed}; each rank {named}"
+        )
 
 
 def require_host_memory(run: RunConfig, island: IslandConfig, device: str) -> None:
@@ -104,13 +119,18 @@ def require_host_memory(run: RunConfig, island: IslandConfig, device: str) -> No
 
 
 def check_host_memory(local: LocalIsland) -> Check:
-    """Check the host memory for all ranks of the island, or for as many as this machine has GPUs."""
+    """Check the host memory for all ranks of the island, or for as many as this machine has
+    GPUs.
+    """
     run = local.run
     island = local.island
     where = "host memory"
     if run is None:
         machine = find_machine_memory()
-        text = f"{human_bytes(machine.num_bytes)} ({machine.source}); --config FILE says whether it is enough"
+        text = (
+            f"{human_bytes(machine.num_bytes)} ({machine.source}); --config FILE says whether "
+            "it is enough"
+        )
         return Check("ok", where, text)
     num_gpus = 0 if island.device == "cpu" else len(list_gpus())
     num_ranks = min(island.ranks, num_gpus or island.ranks)
@@ -121,10 +141,16 @@ def check_host_memory(local: LocalIsland) -> Check:
         return Check("warning", where, f"it cannot be planned: {error}")
     if node.cannot_fit:
         return Check("FAILED", where, f"{node.text}; {CURE}")
-    return Check("warning", where, f"{node.text}; {CURE}") if node.is_scarce else Check("ok", where, node.text)
+    return (
+        Check("warning", where, f"{node.text}; {CURE}")
+        if node.is_scarce
+        else Check("ok", where, node.text)
+    )
 
 
-def plan_node_memory(run: RunConfig, island: IslandConfig, device: str, num_ranks: int) -> NodeMemory:
+def plan_node_memory(
+    run: RunConfig, island: IslandConfig, device: str, num_ranks: int
+) -> NodeMemory:
     """Plan the host memory of `num_ranks` ranks of the island on this machine.
 
     `device` is where they compute, cpu or cuda:N.
@@ -139,13 +165,17 @@ def plan_node_memory(run: RunConfig, island: IslandConfig, device: str, num_rank
     specs = model_specs(run, BYTE_VOCAB_SIZE if is_assumed else vocab_size)
     here = island.model_copy(update={"device": device_type})
     inner_step = [] if run.model.name else build_step_plan(run, here).memory
-    rank = estimate_host_memory(run, island, device_type, specs, run.outer.start_islands, inner_step)
+    rank = estimate_host_memory(
+        run, island, device_type, specs, run.outer.start_islands, inner_step
+    )
     share = 1.0 if num_ranks == island.ranks else _smallest_share(inner_step)
     return NodeMemory(island.label, num_ranks, rank, find_machine_memory(), share)
 
 
 def _smallest_share(inner_step: list[MemoryEstimate]) -> float:
-    """Return the fewest params of a pp coordinate, as a share of the average coordinate's params."""
+    """Return the fewest params of a pp coordinate, as a share of the average coordinate's
+    params.
+    """
     params = [each.params for each in inner_step] or [1]
     return min(params) * len(params) / sum(params)
 
@@ -170,17 +200,27 @@ def _read_swap_bytes(root: Path) -> int:
 
 
 def _find_cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:
-    """Yield the limits of this process's control groups and of their parents, for cgroup v1 and v2."""
+    """Yield the limits of this process's control groups and of their parents, for cgroup v1 and
+    v2.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return  # Not Linux.
-    groups = {kinds: Path(group.lstrip("/")) for _, kinds, group in (line.split(":", 2) for line in lines)}
+    groups = {
+        kinds: Path(group.lstrip("/")) for _, kinds, group in (line.split(":", 2) for line in lines)
+    }
     mount = root / "sys/fs/cgroup"
-    for kinds, folder, name in (("", mount, "memory.max"), ("memory", mount / "memory", "memory.limit_in_bytes")):
+    for kinds, folder, name in (
+        ("", mount, "memory.max"),
+        ("memory", mount / "memory", "memory.limit_in_bytes"),
+    ):
         # In a container the path may be the host's: then only the top group exists here.
         for group in [groups[kinds], *groups[kinds].parents] if kinds in groups else ():
             try:
-                yield int((folder / group / name).read_text()), f"the limit in {folder / group / name}"
+                yield (
+                    int((folder / group / name).read_text()),
+                    f"the limit in {folder / group / name}",
+                )
             except (OSError, ValueError):
                 continue  # There is no such file, or it contains "max".

@@ -1,4 +1,6 @@
-"""Checks of `diloco doctor` on one remote island: whether it and this machine reach each other, and how fast."""
+"""Checks of `diloco doctor` on one remote island: whether it and this machine reach each other, and
+how fast.
+"""
 
 import asyncio
 import re
@@ -53,11 +55,15 @@ class RemoteIsland:
 
     async def call_bulk(self, kind: str, body: bytes) -> bytes:
         """Call rank 0 with a large request or reply."""
-        return await self.messenger.call(self.address, kind, body, timeout_seconds=BULK_SECONDS, lane="bulk")
+        return await self.messenger.call(
+            self.address, kind, body, timeout_seconds=BULK_SECONDS, lane="bulk"
+        )
 
 
 class CallbackListener:
-    """Listens as an island on this machine would, and collects the names of the islands that call."""
+    """Listens as an island on this machine would, and collects the names of the islands that
+    call.
+    """
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -73,7 +79,9 @@ class CallbackListener:
 async def check_remote_island(remote: RemoteIsland) -> AsyncIterator[Check]:
     """Run all checks of one island, or only the first one if the island cannot be reached."""
     addresses = remote.member.control_addresses[:MAX_RANKS]
-    answers = await asyncio.gather(*(probe(remote.messenger, a) for a in addresses), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(probe(remote.messenger, a) for a in addresses), return_exceptions=True
+    )
     yield check_reached(remote, answers)
     first = answers[0]
     if not isinstance(first, diagnostics.ProbeReply):
@@ -89,7 +97,9 @@ async def check_remote_island(remote: RemoteIsland) -> AsyncIterator[Check]:
         yield Check("FAILED", "round trip", f"the island answered once, and then: {error}")
         return
     yield await check_rate(remote, "bandwidth down", lambda n: download_bytes(remote, n))
-    yield await check_rate(remote, "bandwidth up", lambda n: remote.call_bulk("probe_sink", bytes(n)))
+    yield await check_rate(
+        remote, "bandwidth up", lambda n: remote.call_bulk("probe_sink", bytes(n))
+    )
     network = remote.run.outer.network
     if network.opens_random_ports:
         yield await check_gloo_ports(remote.member)
@@ -101,14 +111,22 @@ async def check_remote_island(remote: RemoteIsland) -> AsyncIterator[Check]:
 
 
 async def probe(messenger: Messenger, address: str) -> diagnostics.ProbeReply:
-    return await call_message(messenger, address, "probe", None, diagnostics.ProbeReply, timeout_seconds=CALL_SECONDS)
+    return await call_message(
+        messenger, address, "probe", None, diagnostics.ProbeReply, timeout_seconds=CALL_SECONDS
+    )
 
 
-def check_reached(remote: RemoteIsland, answers: list[diagnostics.ProbeReply | BaseException]) -> Check:
+def check_reached(
+    remote: RemoteIsland, answers: list[diagnostics.ProbeReply | BaseException]
+) -> Check:
     """Check that every rank can be called from this machine."""
-    silent = [(rank, error) for rank, error in enumerate(answers) if isinstance(error, BaseException)]
+    silent = [
+        (rank, error) for rank, error in enumerate(answers) if isinstance(error, BaseException)
+    ]
     if not silent:
-        age = human_seconds(max(g.age_seconds for g in answers if isinstance(g, diagnostics.ProbeReply)))
+        age = human_seconds(
+            max(g.age_seconds for g in answers if isinstance(g, diagnostics.ProbeReply))
+        )
         return Check("ok", "reach", f"{len(answers)} of {len(answers)} ranks answer; up for {age}")
     rank, error = silent[0]
     if isinstance(error, MessageError):
@@ -116,7 +134,9 @@ def check_reached(remote: RemoteIsland, answers: list[diagnostics.ProbeReply | B
         return Check("warning", "reach", text)
     cause = describe_silence(error, CALL_SECONDS)
     text = f"{len(silent)} of {len(answers)} ranks cannot be called from here; rank {rank}: {cause}"
-    return Check("FAILED", "reach", text if is_about_run_key(cause) else f"{text}; {reach_cure(remote)}")
+    return Check(
+        "FAILED", "reach", text if is_about_run_key(cause) else f"{text}; {reach_cure(remote)}"
+    )
 
 
 def reach_cure(remote: RemoteIsland) -> str:
@@ -124,12 +144,15 @@ def reach_cure(remote: RemoteIsland) -> str:
     network = remote.run.outer.network
     if network.has_daemon:
         return (
-            "if it still runs, then on that machine open island.listen_port (a fixed one) and set island.announce_host "
-            "to the address that others see, or set island.relay=client; an island.allow there must list this peer"
+            "if it still runs, then on that machine open island.listen_port (a fixed one) and set "
+            "island.announce_host "
+            "to the address that others see, or set island.relay=client; an island.allow there "
+            "must list this peer"
         )
     ports = f"{network.ports_per_rank} for each from island.listen_port"
     return (
-        f"its record says {remote.address}: if it still runs, then on that machine open the ports of all ranks "
+        f"its record says {remote.address}: if it still runs, then on that machine open the ports "
+        "of all ranks "
         f"({ports}) and set island.announce_host to the address that others see"
     )
 
@@ -137,17 +160,26 @@ def reach_cure(remote: RemoteIsland) -> str:
 def check_versions(theirs: diagnostics.ProbeReply) -> Check:
     """Compare the island's software versions with those on this machine."""
     ours = diagnostics.package_versions()
-    text = f"{', '.join(f'{name} {number}' for name, number in theirs.versions.items())}, wire {theirs.wire}"
-    others = [f"{n} {ours[n]}" for n, number in theirs.versions.items() if n in ours and ours[n] != number]
+    text = (
+        f"{', '.join(f'{name} {number}' for name, number in theirs.versions.items())}, wire "
+        f"{theirs.wire}"
+    )
+    others = [
+        f"{n} {ours[n]}" for n, number in theirs.versions.items() if n in ours and ours[n] != number
+    ]
     if not others:
         return Check("ok", "versions", f"{text}: the same as here")
     is_risk = ours.get("diloco") != theirs.versions.get("diloco")
     cure = "; use one version of diloco on all islands" if is_risk else ""
-    return Check("warning" if is_risk else "ok", "versions", f"{text}; here {', '.join(others)}{cure}")
+    return Check(
+        "warning" if is_risk else "ok", "versions", f"{text}; here {', '.join(others)}{cure}"
+    )
 
 
 async def check_calls(remote: RemoteIsland) -> list[Check]:
-    """Measure the round trip and compare the clocks with a few small calls. Sets `remote.round_trip`."""
+    """Measure the round trip and compare the clocks with a few small calls. Sets
+    `remote.round_trip`.
+    """
     samples = [await time_call(remote) for _ in range(NUM_SAMPLES)]
     remote.round_trip = median(seconds for seconds, _ in samples)
     fastest, ahead = min(samples)
@@ -171,23 +203,37 @@ def check_clock(remote: RemoteIsland, ahead: float, error: float) -> Check:
     if abs(ahead) < CLOCK_NOTICED + error:
         return Check("ok", "clock", text)
     if not remote.run.outer.network.has_daemon:
-        return Check("warning", "clock", f"{text}; rounds go on, but times in logs will not match: {CLOCK_CURE}")
+        return Check(
+            "warning",
+            "clock",
+            f"{text}; rounds go on, but times in logs will not match: {CLOCK_CURE}",
+        )
     level = "FAILED" if abs(ahead) > CLOCK_FAILED else "warning"
-    return Check(level, "clock", f"{text}; records in hivemind's DHT expire by the clock: {CLOCK_CURE}")
+    return Check(
+        level, "clock", f"{text}; records in hivemind's DHT expire by the clock: {CLOCK_CURE}"
+    )
 
 
-async def check_rate(remote: RemoteIsland, name: str, transfer: Callable[[int], Awaitable[object]]) -> Check:
+async def check_rate(
+    remote: RemoteIsland, name: str, transfer: Callable[[int], Awaitable[object]]
+) -> Check:
     """Measure the bandwidth and estimate how long the run's state would take."""
     try:
         bytes_per_second = await measure_rate(transfer, remote.round_trip)
     except MessageError as error:
         return Check("warning", name, f"not measured: {error}")
     except OuterError as error:
-        cure = "small calls work and large ones do not: often the MTU of a VPN or tunnel is set too high"
+        cure = (
+            "small calls work and large ones do not: often the MTU of a VPN or tunnel is set "
+            "too high"
+        )
         return Check("FAILED", name, f"{error}; {cure}")
     text = f"{8e-6 * bytes_per_second:,.1f} Mbit/s"
     if state := state_bytes(remote.run):
-        text += f"; the run's state ({human_bytes(state)}) takes {human_seconds(state / bytes_per_second)}"
+        text += (
+            f"; the run's state ({human_bytes(state)}) takes "
+            f"{human_seconds(state / bytes_per_second)}"
+        )
     return Check("ok", name, text)
 
 
@@ -208,13 +254,17 @@ async def measure_rate(transfer: Callable[[int], Awaitable[object]], round_trip:
 
 async def download_bytes(remote: RemoteIsland, num_bytes: int) -> None:
     """Request `num_bytes` bytes from the island. Raises MessageError if it sends another number."""
-    reply = await remote.call_bulk("probe_bytes", diagnostics.BytesRequest(num_bytes=num_bytes).encode())
+    reply = await remote.call_bulk(
+        "probe_bytes", diagnostics.BytesRequest(num_bytes=num_bytes).encode()
+    )
     if len(reply) != num_bytes:
         raise MessageError(f"it sent {len(reply)} bytes where {num_bytes} were requested")
 
 
 async def check_call_back(remote: RemoteIsland, callback: CallbackListener) -> Check:
-    """Check that the island can call an island on this machine over a connection that it opens itself."""
+    """Check that the island can call an island on this machine over a connection that it opens
+    itself.
+    """
     island = remote.member.island
     address = callback.network.messenger.address
     dial = diagnostics.DialRequest(address=address)
@@ -222,19 +272,36 @@ async def check_call_back(remote: RemoteIsland, callback: CallbackListener) -> C
     callback.callers.discard(island)
     try:
         call = call_message(
-            remote.messenger, remote.address, "dial_back", dial, diagnostics.DialResult, timeout_seconds=seconds
+            remote.messenger,
+            remote.address,
+            "dial_back",
+            dial,
+            diagnostics.DialResult,
+            timeout_seconds=seconds,
         )
         cause = (await call).cause
     except MessageError as error:
-        return Check("warning", "call back", f"not tried: {error}; if that is wrong, {call_back_cure(remote)}")
+        return Check(
+            "warning",
+            "call back",
+            f"not tried: {error}; if that is wrong, {call_back_cure(remote)}",
+        )
     except OuterError as error:
         return Check("FAILED", "call back", str(error))
     if not cause and island in callback.callers:
         return Check("ok", "call back", f"it can call this machine at {strip_peer_ids(address)}")
     if "island.allow" in cause:
-        return Check("warning", "call back", "not tried: its island.allow permits no call to the doctor's peer")
+        return Check(
+            "warning",
+            "call back",
+            "not tried: its island.allow permits no call to the doctor's peer",
+        )
     cause = cause or "another peer answers there: the port leads to another machine"
-    return Check("FAILED", "call back", f"it cannot call {strip_peer_ids(address)}: {cause}; {call_back_cure(remote)}")
+    return Check(
+        "FAILED",
+        "call back",
+        f"it cannot call {strip_peer_ids(address)}: {cause}; {call_back_cure(remote)}",
+    )
 
 
 def strip_peer_ids(address: str) -> str:
@@ -250,8 +317,14 @@ def call_back_cure(remote: RemoteIsland) -> str:
     if is_loopback(island.listen_host) and island.announce_host is None:
         return network.listening_cure
     port = f"port {island.listen_port}" if island.listen_port else "a fixed island.listen_port"
-    cure = f"open {port} in this machine's firewall, forward it in the router, and set island.announce_host to the "
+    cure = (
+        f"open {port} in this machine's firewall, forward it in the router, and set "
+        "island.announce_host to the "
+    )
     cure += "address that others see"
     if network.has_daemon and island.relay != "client":
-        cure += "; or, where no port can be opened, island.relay=client, with an island.relay=server in the swarm"
+        cure += (
+            "; or, where no port can be opened, island.relay=client, with an "
+            "island.relay=server in the swarm"
+        )
     return cure

@@ -48,15 +48,21 @@ def find_rank_stores() -> list[ListeningSocket]:
 
 
 def is_rank_store(listener: ListeningSocket) -> bool:
-    """Return whether a TCP listener is torchrun's store, or the store of its own process's ranks."""
+    """Return whether a TCP listener is torchrun's store, or the store of its own process's
+    ranks.
+    """
     folder = PROC / str(listener.pid)
     try:
         command = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
         variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return False
-    is_torchrun = any(argument in TORCHRUN or argument.endswith("/torchrun") for argument in command)
-    return listener.protocol.startswith("tcp") and (is_torchrun or f"MASTER_PORT={listener.port}" in variables)
+    is_torchrun = any(
+        argument in TORCHRUN or argument.endswith("/torchrun") for argument in command
+    )
+    return listener.protocol.startswith("tcp") and (
+        is_torchrun or f"MASTER_PORT={listener.port}" in variables
+    )
 
 
 def read_listeners(pids: Iterable[int]) -> list[ListeningSocket]:
@@ -70,7 +76,9 @@ def read_listeners(pids: Iterable[int]) -> list[ListeningSocket]:
             inodes = set(socket_inodes(pid))
             bound = bound_sockets(pid) if inodes else {}
             program = (PROC / str(pid) / "comm").read_text().strip()
-            found += [ListeningSocket(pid, program, *bound[inode]) for inode in inodes & bound.keys()]
+            found += [
+                ListeningSocket(pid, program, *bound[inode]) for inode in inodes & bound.keys()
+            ]
     return found
 
 
@@ -105,5 +113,9 @@ def parse_address(text: str) -> tuple[str, int]:
     The kernel prints 4-byte words in the machine's byte order, a colon, and the port.
     """
     words, port = text.split(":")
-    data = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
-    return socket.inet_ntop(socket.AF_INET if len(data) == 4 else socket.AF_INET6, data), int(port, 16)
+    data = b"".join(
+        int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)
+    )
+    return socket.inet_ntop(socket.AF_INET if len(data) == 4 else socket.AF_INET6, data), int(
+        port, 16
+    )

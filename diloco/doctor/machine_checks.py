@@ -1,4 +1,6 @@
-"""Checks of `diloco doctor` on this machine alone: versions, config, files, disk, run key, libp2p."""
+"""Checks of `diloco doctor` on this machine alone: versions, config, files, disk, run key,
+libp2p.
+"""
 
 import os
 import shutil
@@ -33,7 +35,9 @@ LOW_DISK_BYTES = 1_000_000_000
 
 
 def check_machine(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
-    """Run all checks that need no swarm. `is_alone` means that the given swarm is on this machine."""
+    """Run all checks that need no swarm. `is_alone` means that the given swarm is on this
+    machine.
+    """
     yield check_versions(local)
     yield check_config(local)
     if not local.network.leaves_process:
@@ -57,8 +61,12 @@ def check_versions(local: LocalIsland) -> Check:
 
     found = package_versions()
     text = f"{', '.join(f'{name} {number}' for name, number in found.items())}, wire {VERSION}"
-    if missing := [package for package in PACKAGES if package not in found and package != "hivemind"]:
-        return Check("FAILED", "versions", f"{text}; not installed: {', '.join(missing)}; run scripts/setup")
+    if missing := [
+        package for package in PACKAGES if package not in found and package != "hivemind"
+    ]:
+        return Check(
+            "FAILED", "versions", f"{text}; not installed: {', '.join(missing)}; run scripts/setup"
+        )
     if local.network.has_daemon:
         try:
             require_hivemind("outer.transport=hivemind, the default,")
@@ -68,12 +76,21 @@ def check_versions(local: LocalIsland) -> Check:
 
 
 def check_config(local: LocalIsland) -> Check:
-    """Check that the island's mesh and micro-batch can train the run. The file itself has been validated already."""
+    """Check that the island's mesh and micro-batch can train the run. The file itself has been
+    validated already.
+    """
     run = local.run
     island = local.island
     if run is None:
-        return Check("ok", "config", "none given; --config FILE also checks it and compares it with the swarm's config")
-    text = f"run {run.name!r}, hash {run.hash}, {island.label!r} of {island.ranks} ranks over {local.transport}"
+        return Check(
+            "ok",
+            "config",
+            "none given; --config FILE also checks it and compares it with the swarm's config",
+        )
+    text = (
+        f"run {run.name!r}, hash {run.hash}, {island.label!r} of {island.ranks} ranks over "
+        f"{local.transport}"
+    )
     try:
         check_island(run, island, island.label)
     except ConfigError as error:
@@ -89,19 +106,29 @@ def check_rank_stores() -> Check:
         return Check("ok", where, "not checked, because this machine has no /proc")
     found = ", ".join(map(str, find_rank_stores()))
     if found:
-        text = f"{found}: whoever reaches a store of an island's ranks can run code there; start an island of one node "
-        text += "with `diloco launch`, and close these ports for an island of several nodes, as docs/operating.md says"
+        text = (
+            f"{found}: whoever reaches a store of an island's ranks can run code there; start "
+            "an island of one node "
+        )
+        text += (
+            "with `diloco launch`, and close these ports for an island of several nodes, as "
+            "docs/operating.md says"
+        )
         return Check("warning", where, text)
     return Check("ok", where, f"none listens beyond loopback, {whose}")
 
 
 def count_needed_files(num_ranks: int) -> int:
-    """Count the files that a rank may need open: a socket per other rank in each group, and others."""
+    """Count the files that a rank may need open: a socket per other rank in each group, and
+    others.
+    """
     return NUM_GROUPS * (num_ranks - 1) + OTHER_FILES
 
 
 def check_open_files(num_ranks: int) -> Check:
-    """Check that a rank may open a socket for each other rank, once it has raised its soft limit."""
+    """Check that a rank may open a socket for each other rank, once it has raised its soft
+    limit.
+    """
     allowed = find_allowed_files()
     needed = count_needed_files(num_ranks)
     text = f"a process may open {allowed} files, and a rank of {num_ranks} may need {needed}"
@@ -112,20 +139,37 @@ def check_open_files(num_ranks: int) -> Check:
 
 
 def check_disk(local: LocalIsland) -> Iterator[Check]:
-    """Check that there is space for the state that an island may download, and for the tokenised text."""
+    """Check that there is space for the state that an island may download, and for the tokenised
+    text.
+    """
     state = state_bytes(local.run) if local.run is not None else 0
     cache = local.island.cache
-    for where, path, needed in (("island.run_dir", local.folder, state), ("island.cache_dir", cache, 0)):
-        existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    for where, path, needed in (
+        ("island.run_dir", local.folder, state),
+        ("island.cache_dir", cache, 0),
+    ):
+        existing = next(
+            folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
+        )
         free = shutil.disk_usage(existing).free
         text = f"{path}: {human_bytes(free)} free"
         text += f", the run's state takes {human_bytes(needed)}" if needed else ""
         if not existing.is_dir() or not os.access(existing, os.W_OK):
-            yield Check("FAILED", where, f"{path}: {existing} is no folder that this user may write to; set {where}")
+            yield Check(
+                "FAILED",
+                where,
+                f"{path}: {existing} is no folder that this user may write to; set {where}",
+            )
         elif free < needed:
-            yield Check("FAILED", where, f"{text}; free some space, or set {where} to a larger disk")
+            yield Check(
+                "FAILED", where, f"{text}; free some space, or set {where} to a larger disk"
+            )
         elif free < needed + LOW_DISK_BYTES:
-            yield Check("warning", where, f"{text}, which is little; free some space, or set {where} to a larger disk")
+            yield Check(
+                "warning",
+                where,
+                f"{text}, which is little; free some space, or set {where} to a larger disk",
+            )
         else:
             yield Check("ok", where, text)
 
@@ -151,8 +195,14 @@ def check_key(path: Path) -> Check:
     except InputError as error:
         return Check("FAILED", "run key", str(error))
     if path.stat().st_mode & 0o004:
-        return Check("warning", "run key", f"all users of this machine can read {path}; run `chmod 600 {path}`")
-    return Check("ok", "run key", f"{path}: readable; the swarm shows whether it is the key of the run")
+        return Check(
+            "warning",
+            "run key",
+            f"all users of this machine can read {path}; run `chmod 600 {path}`",
+        )
+    return Check(
+        "ok", "run key", f"{path}: readable; the swarm shows whether it is the key of the run"
+    )
 
 
 def check_daemon() -> Check:
@@ -163,12 +213,16 @@ def check_daemon() -> Check:
     loop = EventLoopThread()
     began = time.monotonic()
     try:
-        peer = loop.run(serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None), timeout_seconds=DAEMON_SECONDS)
+        peer = loop.run(
+            serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None), timeout_seconds=DAEMON_SECONDS
+        )
         seconds = time.monotonic() - began
         loop.run(peer.close(), timeout_seconds=DAEMON_SECONDS)
     except (InputError, OSError, TimeoutError) as error:
         cause = str(error) or f"it does not start within {DAEMON_SECONDS:g} s"
-        return Check("FAILED", "libp2p", f"{cause}; hivemind includes its daemon: run scripts/setup again")
+        return Check(
+            "FAILED", "libp2p", f"{cause}; hivemind includes its daemon: run scripts/setup again"
+        )
     finally:
         loop.close()
     return Check("ok", "libp2p", f"hivemind's daemon starts, in {seconds:.1f} s")

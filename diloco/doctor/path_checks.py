@@ -1,4 +1,6 @@
-"""Checks of `diloco doctor` on the ports and paths for payloads: the route that leads to each rank."""
+"""Checks of `diloco doctor` on the ports and paths for payloads: the route that leads to each
+rank.
+"""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -14,9 +16,12 @@ from outer.routes.proxy import parse_proxy
 
 MAX_RANKS = 64
 """Most ranks of one island that are checked. Its record may claim more, but is not trusted."""
-CURE_OF_GLOO = "gloo chooses its own ports: let islands reach each other on all ports, or use tls or hivemind"
+CURE_OF_GLOO = (
+    "gloo chooses its own ports: let islands reach each other on all ports, or use tls or hivemind"
+)
 CURE_OF_TLS = (
-    "open these ports on that machine and set island.announce_host to the address that others see; or, where no port "
+    "open these ports on that machine and set island.announce_host to the address that others see; "
+    "or, where no port "
     "can be opened, set island.relays there to a `diloco relay` that both reach"
 )
 
@@ -33,8 +38,14 @@ async def check_gloo_ports(member: Member) -> Check:
             return Check("FAILED", "payload ports", f"rank {rank}: {error.cause}")
         _, problem = await time_connection(host, port)
         if problem:
-            return Check("FAILED", "payload ports", f"rank {rank}, {host}:{port}: {problem}; {CURE_OF_GLOO}")
-    return Check("ok", "payload ports", f"{len(addresses)} of {len(addresses)} ranks accept connections for gloo")
+            return Check(
+                "FAILED", "payload ports", f"rank {rank}, {host}:{port}: {problem}; {CURE_OF_GLOO}"
+            )
+    return Check(
+        "ok",
+        "payload ports",
+        f"{len(addresses)} of {len(addresses)} ranks accept connections for gloo",
+    )
 
 
 async def check_paths(member: Member, local: LocalIsland) -> AsyncIterator[Check]:
@@ -42,12 +53,17 @@ async def check_paths(member: Member, local: LocalIsland) -> AsyncIterator[Check
 
     Each result names the first route that leads to the rank, and why those before it do not.
     """
-    doors: dict[Door, Sequence[str]] = {"calls": member.control_addresses, "payloads": member.transport_addresses}
+    doors: dict[Door, Sequence[str]] = {
+        "calls": member.control_addresses,
+        "payloads": member.transport_addresses,
+    }
     dialer = Dialer(parse_proxy(local.island.proxy))
     for door, addresses in doors.items():
         for rank, text in enumerate(addresses[:MAX_RANKS]):
             try:
-                check = await check_path(dialer, f"rank {rank}", f"path of {door}", parse_island_address(text))
+                check = await check_path(
+                    dialer, f"rank {rank}", f"path of {door}", parse_island_address(text)
+                )
             except MessageError as error:
                 check = Check("FAILED", f"path of {door}", f"rank {rank}: its record holds {error}")
             yield check

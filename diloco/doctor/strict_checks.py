@@ -28,7 +28,9 @@ def check_strict(local: LocalIsland, run: RunConfig) -> Iterator[Check]:
 def check_network(outer: OuterConfig) -> Check:
     """Check that outsiders can neither read nor alter the messages between islands."""
     if not outer.network.encrypts:
-        return Check("FAILED", "outer.transport", f"{outer.transport} encrypts nothing; use tls or hivemind")
+        return Check(
+            "FAILED", "outer.transport", f"{outer.transport} encrypts nothing; use tls or hivemind"
+        )
     return Check("ok", "outer.transport", f"{outer.transport} encrypts calls and payloads")
 
 
@@ -41,9 +43,15 @@ def check_quorum(outer: OuterConfig) -> Check:
         text = f"{outer.quorum} of {outer.start_islands} islands may commit without the others"
         return Check("FAILED", "outer.quorum", f"{text}; set outer.quorum={least} or higher")
     if outer.below_quorum == "continue":
-        text = "with 'continue' fewer islands than outer.quorum commit when the others are unreachable"
+        text = (
+            "with 'continue' fewer islands than outer.quorum commit when the others are unreachable"
+        )
         return Check("FAILED", "outer.below_quorum", f"{text}; set it to wait or stop")
-    return Check("ok", "outer.quorum", f"{outer.quorum} of {outer.start_islands} islands, so no minority commits")
+    return Check(
+        "ok",
+        "outer.quorum",
+        f"{outer.quorum} of {outer.start_islands} islands, so no minority commits",
+    )
 
 
 def check_audit(outer: OuterConfig) -> Check:
@@ -58,17 +66,26 @@ def check_bound(outer: OuterConfig) -> Check:
     """Check that the length of a pseudo-gradient is bounded."""
     merge = outer.merge
     if merge.refuse_norm_ratio is not None:
-        text = f"nothing longer than {merge.refuse_norm_ratio:g} times what healthy islands make is committed"
+        text = (
+            f"nothing longer than {merge.refuse_norm_ratio:g} times what healthy islands make "
+            "is committed"
+        )
         return Check("ok", "outer.merge", text)
     text = "one island can move the mean anywhere"
-    return Check("FAILED", "outer.merge", f"{text}; leave outer.merge.refuse_norm_ratio at its default")
+    return Check(
+        "FAILED", "outer.merge", f"{text}; leave outer.merge.refuse_norm_ratio at its default"
+    )
 
 
 def check_run_key(island: IslandConfig) -> Check:
     """Check that strangers cannot become members."""
     if island.run_key_file is None:
         text = "whoever reaches a port is a member"
-        return Check("FAILED", "island.run_key_file", f"{text}; give all islands the same file of 32 random bytes")
+        return Check(
+            "FAILED",
+            "island.run_key_file",
+            f"{text}; give all islands the same file of 32 random bytes",
+        )
     return Check("ok", "island.run_key_file", "only holders of the run key are members")
 
 
@@ -77,16 +94,28 @@ def check_allow(local: LocalIsland, run: RunConfig) -> Check:
     allowed = local.island.allow
     if not allowed:
         text = "whoever holds the run key may take part with as many keys as it makes"
-        return Check("FAILED", "island.allow", f"{text}; list the islands' keys, which `diloco key CONFIG` prints")
+        return Check(
+            "FAILED",
+            "island.allow",
+            f"{text}; list the islands' keys, which `diloco key CONFIG` prints",
+        )
     file = local.island.folder(run.name) / KEY_FILE
     if not file.exists():
-        return Check("ok", "island.allow", f"{len(allowed)} keys; this island has none yet, `diloco key` makes it")
+        return Check(
+            "ok",
+            "island.allow",
+            f"{len(allowed)} keys; this island has none yet, `diloco key` makes it",
+        )
     try:
         own = load_island_key(file).public
     except InputError as error:
         return Check("FAILED", "island.allow", str(error))
     if own not in allowed:
-        return Check("FAILED", "island.allow", f"this island's own key {own} is not listed; add it on all islands")
+        return Check(
+            "FAILED",
+            "island.allow",
+            f"this island's own key {own} is not listed; add it on all islands",
+        )
     return Check("ok", "island.allow", f"{len(allowed)} keys, this island's among them")
 
 
@@ -94,7 +123,11 @@ def check_own_code(island: IslandConfig) -> Check:
     """Check that a swarm's config can run no code here that has not been read."""
     if island.allow_imports:
         text = f"a swarm's config may run {', '.join(island.allow_imports)}"
-        return Check("warning", "allow_imports", f"{text}: read that code, and allow single paths, not packages")
+        return Check(
+            "warning",
+            "allow_imports",
+            f"{text}: read that code, and allow single paths, not packages",
+        )
     return Check("ok", "allow_imports", "a swarm's config runs no code here")
 
 
@@ -102,5 +135,7 @@ def check_signatures(island: IslandConfig) -> Check:
     """Check that the island resumes only from checkpoints that members have signed."""
     if island.checkpoint.accept_unsigned:
         text = "whoever can write to the folder decides which weights the run goes on with"
-        return Check("FAILED", "accept_unsigned", f"{text}; set island.checkpoint.accept_unsigned=false")
+        return Check(
+            "FAILED", "accept_unsigned", f"{text}; set island.checkpoint.accept_unsigned=false"
+        )
     return Check("ok", "accept_unsigned", "checkpoints without a signature are refused")

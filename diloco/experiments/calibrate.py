@@ -62,7 +62,11 @@ def main(folder: Path) -> None:
     with open_process_group(island, pick_device(island)):
         for path, config in configs.items():
             cost = measure(config)
-            content = {"step": cost.step, "evaluation": cost.evaluation, "start": cost.start + imported}
+            content = {
+                "step": cost.step,
+                "evaluation": cost.evaluation,
+                "start": cost.start + imported,
+            }
             write_atomically(path.with_suffix(".json"), json.dumps(content))
 
 

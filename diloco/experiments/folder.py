@@ -45,7 +45,8 @@ class ExperimentFolder:
         try:
             if not try_lock(lock):
                 raise FolderInUse(
-                    f"another command runs the experiment in {str(self.path)!r}; wait for it, or use --out FOLDER"
+                    f"another command runs the experiment in {str(self.path)!r}; wait for it, or "
+                    "use --out FOLDER"
                 )
             yield
         finally:
@@ -96,7 +97,9 @@ def order(rows: Sequence[Row]) -> list[Run]:
     seen early.
     """
     most = max(len(row.seeds) for row in rows)
-    return [row.run(row.seeds[index]) for index in range(most) for row in rows if index < len(row.seeds)]
+    return [
+        row.run(row.seeds[index]) for index in range(most) for row in rows if index < len(row.seeds)
+    ]
 
 
 def name_run(run: Run) -> str:

@@ -84,11 +84,15 @@ def calibrate(rows: Iterable[Row], folder: Path) -> dict[str, Cost]:
 
 
 def measure(configs: Mapping[str, Config], folder: Path) -> dict[str, Cost]:
-    """Measure the costs in a child process. Raises ConfigError with the end of its output if it fails."""
+    """Measure the costs in a child process. Raises ConfigError with the end of its output if it
+    fails.
+    """
     for kind, config in configs.items():
         write_atomically(folder / f"{kind}.yaml", dump_config(config))
     log = folder / "log.txt"
-    child = start("calibration", [sys.executable, "-m", "diloco.experiments.calibrate", str(folder)], log)
+    child = start(
+        "calibration", [sys.executable, "-m", "diloco.experiments.calibrate", str(folder)], log
+    )
     deadline = time.monotonic() + CALIBRATION_SECONDS
     try:
         while child.exit_code is None and time.monotonic() < deadline:
@@ -119,10 +123,15 @@ def forecast(rows: Sequence[Row], results: Results, costs: Mapping[str, Cost]) -
     source = "from a calibration of a few steps on one core"
     if measured:
         source = f"of {len(measured)} rows from finished runs, of the other rows {source}"
-        source += f" times {ratio:.2f}, the ratio in finished runs" if len(measured) < len(rows) else ""
+        source += (
+            f" times {ratio:.2f}, the ratio in finished runs" if len(measured) < len(rows) else ""
+        )
     if len(measured) == len(rows):
         source = "from finished runs of each row"
-    return Forecast({row_id: measured.get(row_id, ratio * seconds) for row_id, seconds in calibrated.items()}, source)
+    return Forecast(
+        {row_id: measured.get(row_id, ratio * seconds) for row_id, seconds in calibrated.items()},
+        source,
+    )
 
 
 def measured_seconds(row: Row, results: Results) -> float | None:
@@ -131,8 +140,16 @@ def measured_seconds(row: Row, results: Results) -> float | None:
     None if no run was timed over at least TIMED_SHARE of its length.
     """
     total = row.config.total_steps
-    timed = [result for result in results.get(row.row_id, {}).values() if result.steps_timed > TIMED_SHARE * total]
-    return fmean(total * result.core_seconds / result.steps_timed for result in timed) if timed else None
+    timed = [
+        result
+        for result in results.get(row.row_id, {}).values()
+        if result.steps_timed > TIMED_SHARE * total
+    ]
+    return (
+        fmean(total * result.core_seconds / result.steps_timed for result in timed)
+        if timed
+        else None
+    )
 
 
 def wall_seconds(runs: Sequence[Run], expected: Forecast, at_once: int) -> float:

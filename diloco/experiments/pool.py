@@ -73,7 +73,9 @@ class RunPool:
     again.
     """
 
-    def __init__(self, folder: ExperimentFolder, runs: Sequence[Run], at_once: int, console: Console) -> None:
+    def __init__(
+        self, folder: ExperimentFolder, runs: Sequence[Run], at_once: int, console: Console
+    ) -> None:
         self.folder = folder
         self.waiting = list(runs)
         self.at_once = at_once
@@ -107,14 +109,29 @@ class RunPool:
         """Return the state as one line of text."""
         now = ", ".join(f"{active.run.label}: {active.share:.0%}" for active in self.active)
         seconds = wall_seconds(self.waiting, expected, self.at_once)
-        seconds += max((self._seconds_left(active, expected) for active in self.active), default=0.0)
-        return f"{self.num_done} done, {len(self.waiting)} waiting, about {human_seconds(seconds)} left; {now}"
+        seconds += max(
+            (self._seconds_left(active, expected) for active in self.active), default=0.0
+        )
+        return (
+            f"{self.num_done} done, {len(self.waiting)} waiting, about "
+            f"{human_seconds(seconds)} left; {now}"
+        )
 
     def _start(self, run: Run) -> ActiveRun:
         folder = self.folder.create(run)
-        command = [sys.executable, "-m", "diloco", "islands", str(folder / "config.yaml"), "--processors", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "diloco",
+            "islands",
+            str(folder / "config.yaml"),
+            "--processors",
+            "1",
+        ]
         # The experiment's folder may have been moved since the run's folder was created.
-        child = start(run.label, [*command, f"island.run_dir={folder.parent}"], folder / LOG, ONE_ARENA)
+        child = start(
+            run.label, [*command, f"island.run_dir={folder.parent}"], folder / LOG, ONE_ARENA
+        )
         tail = Tail(metrics_of(folder, run))
         before = [record.step for record in tail.new_records() if isinstance(record, StepRecord)]
         text = f" resumes, stopped after inner step {before[-1]}" if before else " begins"
@@ -127,7 +144,8 @@ class RunPool:
         exit_code = active.child.exit_code
         if exit_code is None and time.monotonic() > active.last_record_at + STALL_SECONDS:
             self.console.print(
-                f"{active.run.label}: nothing was recorded for {STALL_SECONDS:.0f} s; the run is stopped"
+                f"{active.run.label}: nothing was recorded for {STALL_SECONDS:.0f} s; the run is "
+                "stopped"
             )
             stop([active.child])
             exit_code = active.child.exit_code or 1

@@ -19,7 +19,9 @@ Costs = Mapping[str, Cost]
 """Costs by the kind of inner step."""
 
 
-def write_report(folder: ExperimentFolder, experiment: Experiment, rows: Rows, costs: Costs) -> list[TableLine]:
+def write_report(
+    folder: ExperimentFolder, experiment: Experiment, rows: Rows, costs: Costs
+) -> list[TableLine]:
     """Write the summary and the plots of the finished runs. Return the table's lines; none if no
     run is finished.
     """
@@ -47,12 +49,16 @@ def print_report(folder: ExperimentFolder, lines: Sequence[TableLine], console: 
     console.print(f"report: {folder.path / SUMMARY}", soft_wrap=True)
 
 
-def simulate_seconds(experiment: Experiment, rows: Rows, costs: Costs) -> tuple[int, dict[str, float]]:
+def simulate_seconds(
+    experiment: Experiment, rows: Rows, costs: Costs
+) -> tuple[int, dict[str, float]]:
     """Return the number of machines for data-parallel training, and seconds per step with
     communication by row id.
     """
     num_machines = max(len(row.config.islands) for row in rows.rows)
-    link = LinkSpeed(parse_bits_per_second(experiment.report.link), parse_seconds(experiment.report.rtt))
+    link = LinkSpeed(
+        parse_bits_per_second(experiment.report.link), parse_seconds(experiment.report.rtt)
+    )
     machines = Machines(num_machines, link)
     found = {}
     for row in rows.rows:
@@ -66,7 +72,11 @@ def simulate_seconds(experiment: Experiment, rows: Rows, costs: Costs) -> tuple[
 def describe_clock(experiment: Experiment, num_machines: int) -> str:
     """Return a text about how the simulated wall clock is computed."""
     settings = experiment.report
-    step = "as long as on one core of this machine" if settings.step_seconds is None else f"{settings.step_seconds:g} s"
+    step = (
+        "as long as on one core of this machine"
+        if settings.step_seconds is None
+        else f"{settings.step_seconds:g} s"
+    )
     return (
         f"Simulated time: one machine for each island, {num_machines} for data-parallel training, "
         f"links of {settings.link} and {settings.rtt}; an inner step takes {step}; rounds take "

@@ -56,7 +56,9 @@ def run_experiment(path: Path, request: ExperimentRequest, console: Console) -> 
         with nullcontext() if request.is_plan else folder.hold():
             costs = calibrate(rows.rows, folder.path)
             results = folder.results(rows)
-            missing = [run for run in order(chosen) if run.seed not in results.get(run.row.row_id, {})]
+            missing = [
+                run for run in order(chosen) if run.seed not in results.get(run.row.row_id, {})
+            ]
             expected = forecast(rows.rows, results, costs)
             print_plan(rows, results, expected, console)
             print_length(missing, expected, at_once, console)
@@ -72,10 +74,14 @@ def run_experiment(path: Path, request: ExperimentRequest, console: Console) -> 
             folder.keep(experiment)
             pool = RunPool(folder, missing, at_once, console)
             pool.work(expected, after)
-            report.print_report(folder, report.write_report(folder, experiment, rows, costs), console)
+            report.print_report(
+                folder, report.write_report(folder, experiment, rows, costs), console
+            )
             return 1 if pool.failed else 0
     except KeyboardInterrupt:
-        console.print(f"stopped; the same command continues from here: {folder.path}", soft_wrap=True)
+        console.print(
+            f"stopped; the same command continues from here: {folder.path}", soft_wrap=True
+        )
         return INTERRUPTED
 
 
@@ -92,21 +98,32 @@ def count_at_once(rows: Rows) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def print_plan(rows: Rows, results: dict[str, dict[int, RunResult]], expected: Forecast, console: Console) -> None:
+def print_plan(
+    rows: Rows, results: dict[str, dict[int, RunResult]], expected: Forecast, console: Console
+) -> None:
     """Print every row with its size, its finished runs and the time of one run."""
-    lines = [("row", "number", "parameters", "tokens", "steps", "runs done", "core-minutes per run")]
+    lines = [
+        ("row", "number", "parameters", "tokens", "steps", "runs done", "core-minutes per run")
+    ]
     for number, row in enumerate(rows.rows, 1):
         steps = row.config.total_steps
         done = f"{len(results.get(row.row_id, {}))} of {len(row.seeds)}"
         size = human_count(row.num_params), human_count(steps * row.step_tokens), str(steps)
-        lines.append((row.label, str(number), *size, done, f"{expected.core_seconds[row.row_id] / 60:.1f}"))
+        lines.append(
+            (row.label, str(number), *size, done, f"{expected.core_seconds[row.row_id] / 60:.1f}")
+        )
     for text in align(lines):
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def print_length(missing: Sequence[Run], expected: Forecast, at_once: int, console: Console) -> None:
+def print_length(
+    missing: Sequence[Run], expected: Forecast, at_once: int, console: Console
+) -> None:
     """Print how long the missing runs take, and where the times come from."""
     seconds = sum(expected.core_seconds[run.row.row_id] for run in missing)
     wall = human_seconds(wall_seconds(missing, expected, at_once))
-    text = f"{len(missing)} runs to make: {seconds / 60:.1f} core-minutes, about {wall} with {at_once} at once"
+    text = (
+        f"{len(missing)} runs to make: {seconds / 60:.1f} core-minutes, about {wall} with "
+        f"{at_once} at once"
+    )
     console.print(f"{text}; times are {expected.source}", soft_wrap=True, highlight=False)

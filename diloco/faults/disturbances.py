@@ -1,4 +1,6 @@
-"""The faults and links that the command line requests, for islands that are processes or modelled."""
+"""The faults and links that the command line requests, for islands that are processes or
+modelled.
+"""
 
 from dataclasses import dataclass
 

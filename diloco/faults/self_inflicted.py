@@ -53,17 +53,27 @@ def request_fault(folder: Path, fault: Fault) -> None:
 
 
 def build_hooks(specs: Iterable[str], index: int, rank: int, folder: Path) -> "Hooks":
-    """Build the hooks that inflict the faults `specs` on island `index`. Raises ConfigError for an invalid spec.
+    """Build the hooks that inflict the faults `specs` on island `index`. Raises ConfigError for an
+    invalid spec.
 
-    `folder` is the island's folder. If it contains FAULTS_FOLDER, the launcher may request more faults later.
+    `folder` is the island's folder. If it contains FAULTS_FOLDER, the launcher may request more
+    faults later.
     """
     from outer.hooks import NO_HOOKS
 
     faults = [fault for fault in map(parse_fault, specs) if index in fault.targets]
     for fault in faults:
         if not fault.is_self_inflicted:
-            raise invalid(str(fault), "an island cannot do this to itself: give it to `diloco simulate`", fault.kind)
-    return SelfInflicted(faults, rank, folder) if faults or (folder / FAULTS_FOLDER).is_dir() else NO_HOOKS
+            raise invalid(
+                str(fault),
+                "an island cannot do this to itself: give it to `diloco simulate`",
+                fault.kind,
+            )
+    return (
+        SelfInflicted(faults, rank, folder)
+        if faults or (folder / FAULTS_FOLDER).is_dir()
+        else NO_HOOKS
+    )
 
 
 def slow_down(hooks: "Hooks", step_seconds: float) -> None:
@@ -84,9 +94,13 @@ class SelfInflicted:
         self._folder = folder
 
     def reached(self, phase: "Phase", round_number: int) -> None:
-        """Kill or stop this process if a fault is due: in its round, or in the first later round with this phase."""
+        """Kill or stop this process if a fault is due: in its round, or in the first later round
+        with this phase.
+        """
         for fault in [*self._faults, *self._requested()]:
-            is_here = fault.phase == phase and fault.round is not None and round_number >= fault.round
+            is_here = (
+                fault.phase == phase and fault.round is not None and round_number >= fault.round
+            )
             # The claim outlives the process, so a restarted island does not repeat the fault.
             if is_here and self._rank == 0 and claim(self._folder, fault):
                 os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
@@ -127,7 +141,9 @@ class SelfInflicted:
         return factor
 
     def _requested(self) -> list[Fault]:
-        """Return the faults that the launcher has requested, without slowdowns whose time is over."""
+        """Return the faults that the launcher has requested, without slowdowns whose time is
+        over.
+        """
         requested = []
         for path in (self._folder / FAULTS_FOLDER).glob("*.begun"):
             fault = parse_fault(path.name.removesuffix(".begun"))

@@ -1,4 +1,5 @@
-"""The fault specifications of `diloco simulate --fault`, parsed. torch is imported only when a spec names a phase.
+"""The fault specifications of `diloco simulate --fault`, parsed. torch is imported only when a spec
+names a phase.
 
 KIND:TARGET@WHEN,OPTION=VALUE      for example kill:1@round=3,back=5
 """
@@ -15,7 +16,9 @@ from diloco.errors import ConfigError
 if TYPE_CHECKING:
     from outer.hooks import Phase
 
-FaultKind = Literal["kill", "freeze", "cut", "slow", "corrupt", "nan", "poison", "join", "leave", "forget"]
+FaultKind = Literal[
+    "kill", "freeze", "cut", "slow", "corrupt", "nan", "poison", "join", "leave", "forget"
+]
 BOOTSTRAP: "Service" = "bootstrap"
 DAEMON = "daemon"
 AGENT = "agent"
@@ -83,12 +86,16 @@ class Fault:
 
     def __str__(self) -> str:
         """Return the spec, as written on the command line."""
-        targets = "-".join("+".join(map(str, side)) for side in (self.targets, self.other_side) if side)
+        targets = "-".join(
+            "+".join(map(str, side)) for side in (self.targets, self.other_side) if side
+        )
         names = (*TRIGGERS, "phase", "process", "node", "seconds", "back", "rounds")
         values = [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
         options = ",".join(f"{name}={format_value(value)}" for name, value in values)
         factor = "" if self.factor is None else f"x{self.factor:g}"
-        return f"{self.kind}:{targets}{factor}" + (f"@{options}" if self.kind != "slow" or options else "")
+        return f"{self.kind}:{targets}{factor}" + (
+            f"@{options}" if self.kind != "slow" or options else ""
+        )
 
     @property
     def part(self) -> str | None:
@@ -105,7 +112,9 @@ class Fault:
     @property
     def is_self_inflicted(self) -> bool:
         """Whether the island inflicts the fault on itself, by its config."""
-        at_round = self.kind in ("nan", "poison") or (self.kind == "corrupt" and self.round is not None)
+        at_round = self.kind in ("nan", "poison") or (
+            self.kind == "corrupt" and self.round is not None
+        )
         return at_round or self.phase is not None or (self.kind == "slow" and not self.has_trigger)
 
 
@@ -138,11 +147,16 @@ def parse_targets(
     """Parse the targets, the other side of a cut, and the factor of a slowdown."""
     if kind == "join":
         if names:
-            raise invalid(text, f"got {names!r} before '@'; a join names no island, it adds one", kind)
+            raise invalid(
+                text, f"got {names!r} before '@'; a join names no island, it adds one", kind
+            )
         return (), (), None
     if kind == "cut":
         first, dash, second = names.partition("-")
-        sides = parse_target_group(text, kind, first), parse_target_group(text, kind, second) if dash else ()
+        sides = (
+            parse_target_group(text, kind, first),
+            parse_target_group(text, kind, second) if dash else (),
+        )
         both = set(sides[0]) & set(sides[1])
         if both:
             raise invalid(text, f"{min(map(str, both))} is on both sides", kind)
@@ -150,11 +164,17 @@ def parse_targets(
     if kind == "slow":
         match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", names)
         if match is None or float(match[2]) <= 1:
-            raise invalid(text, f"got {names!r}; allowed: an island, 'x' and a number above 1", kind)
+            raise invalid(
+                text, f"got {names!r}; allowed: an island, 'x' and a number above 1", kind
+            )
         return (int(match[1]),), (), float(match[2])
     targets = parse_target_group(text, kind, names)
-    if (len(targets) > 1 and kind != "kill") or (set(targets) & set(SERVICES) and kind not in ("kill", "freeze")):
-        allowed = "one island" + (f", or {', '.join(SERVICES)}" if kind in ("kill", "freeze") else "")
+    if (len(targets) > 1 and kind != "kill") or (
+        set(targets) & set(SERVICES) and kind not in ("kill", "freeze")
+    ):
+        allowed = "one island" + (
+            f", or {', '.join(SERVICES)}" if kind in ("kill", "freeze") else ""
+        )
         raise invalid(text, f"got {names!r}; allowed: {allowed}", kind)
     return targets, (), None
 
@@ -178,7 +198,11 @@ def parse_options(text: str, kind: FaultKind, options: str) -> dict[str, Any]:
         if name not in OPTIONS[kind]:
             near = difflib.get_close_matches(name, OPTIONS[kind], n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise invalid(text, f"unknown option {name!r}; {hint}options of {kind}: {', '.join(OPTIONS[kind])}", kind)
+            raise invalid(
+                text,
+                f"unknown option {name!r}; {hint}options of {kind}: {', '.join(OPTIONS[kind])}",
+                kind,
+            )
         if not equals or name in values:
             raise invalid(text, f"{name!r} must be given a value, once", kind)
         values[name] = parse_value(text, kind, name, value)
@@ -199,12 +223,18 @@ def parse_value(text: str, kind: FaultKind, name: str, value: str) -> int | floa
         return value
     if name == "process":
         if not re.fullmatch(rf"rank\d+|{DAEMON}|{AGENT}", value):
-            raise invalid(text, f"process: got {value!r}; allowed: rank0, rank1, ..., {DAEMON} or {AGENT}", kind)
+            raise invalid(
+                text,
+                f"process: got {value!r}; allowed: rank0, rank1, ..., {DAEMON} or {AGENT}",
+                kind,
+            )
         return value
     if name in ("round", "step", "rounds", "node"):
         least = 0 if name in ("round", "node") else 1
         if not value.isdecimal() or int(value) < least:
-            raise invalid(text, f"{name}: got {value!r}; allowed: a whole number from {least} on", kind)
+            raise invalid(
+                text, f"{name}: got {value!r}; allowed: a whole number from {least} on", kind
+            )
         return int(value)
     if not re.fullmatch(r"\d+(\.\d+)?", value):
         raise invalid(text, f"{name}: got {value!r}; allowed: a number of seconds", kind)
@@ -216,21 +246,34 @@ def check_options(text: str, fault: Fault) -> None:
     given = [name for name in TRIGGERS if getattr(fault, name) is not None]
     allowed = [name for name in TRIGGERS if name in OPTIONS[fault.kind]]
     if len(given) > 1:
-        raise invalid(text, f"got {' and '.join(given)}; it can wait for one of them only", fault.kind)
+        raise invalid(
+            text, f"got {' and '.join(given)}; it can wait for one of them only", fault.kind
+        )
     if not given and fault.kind != "slow":
-        raise invalid(text, f"it does not say when; add {' or '.join(f'@{name}=N' for name in allowed)}", fault.kind)
+        raise invalid(
+            text,
+            f"it does not say when; add {' or '.join(f'@{name}=N' for name in allowed)}",
+            fault.kind,
+        )
     hits_service = any(isinstance(target, str) for target in fault.targets)
-    if len(fault.targets) > 1 and fault.kind == "kill" and (fault.phase or fault.process or fault.node is not None):
+    if (
+        len(fault.targets) > 1
+        and fault.kind == "kill"
+        and (fault.phase or fault.process or fault.node is not None)
+    ):
         raise invalid(text, "a phase, process or node belongs to one island; name one", fault.kind)
     if fault.phase is not None and (fault.round is None or hits_service):
         raise invalid(
-            text, "a phase belongs to the round of an island: name the island and @round=N,phase=...", fault.kind
+            text,
+            "a phase belongs to the round of an island: name the island and @round=N,phase=...",
+            fault.kind,
         )
 
     if fault.process is not None and (fault.phase is not None or hits_service):
         raise invalid(
             text,
-            "a process belongs to an island, and a phase already determines the process; leave out process",
+            "a process belongs to an island, and a phase already determines the process; leave out "
+            "process",
             fault.kind,
         )
     check_node(text, fault)
@@ -243,11 +286,21 @@ def check_node(text: str, fault: Fault) -> None:
     if fault.node is None:
         return
     if fault.process not in (None, AGENT, DAEMON):
-        raise invalid(text, f"{fault.process} is one process wherever it runs; leave out node or process", fault.kind)
-    if fault.phase is not None or len(fault.targets) != 1 or isinstance(fault.targets[0], str) or fault.other_side:
         raise invalid(
             text,
-            "a node belongs to a single island, and goes with no phase; for example cut:0@round=2,node=1",
+            f"{fault.process} is one process wherever it runs; leave out node or process",
+            fault.kind,
+        )
+    if (
+        fault.phase is not None
+        or len(fault.targets) != 1
+        or isinstance(fault.targets[0], str)
+        or fault.other_side
+    ):
+        raise invalid(
+            text,
+            "a node belongs to a single island, and goes with no phase; for example "
+            "cut:0@round=2,node=1",
             fault.kind,
         )
 
@@ -270,16 +323,26 @@ def check_processes(faults: Iterable[Fault], num_ranks: Sequence[int], *, has_da
     for fault in faults:
         if fault.process == DAEMON and not has_daemon:
             raise invalid(str(fault), "only islands over hivemind have a libp2p daemon", fault.kind)
-        if fault.process not in (None, DAEMON, AGENT) and isinstance(island := fault.targets[0], int):
+        if fault.process not in (None, DAEMON, AGENT) and isinstance(
+            island := fault.targets[0], int
+        ):
             most = num_ranks[min(island, len(num_ranks) - 1)] - 1
             if int(fault.process.removeprefix("rank")) > most:
-                raise invalid(str(fault), f"island {island} has the ranks 0 to {most} only", fault.kind)
+                raise invalid(
+                    str(fault), f"island {island} has the ranks 0 to {most} only", fault.kind
+                )
 
 
 def check_targets(
-    faults: Iterable[Fault], num_islands: int, *, has_bootstrap: bool, nat: Sequence[int] = (), has_relays: bool = False
+    faults: Iterable[Fault],
+    num_islands: int,
+    *,
+    has_bootstrap: bool,
+    nat: Sequence[int] = (),
+    has_relays: bool = False,
 ) -> None:
-    """Raise ConfigError if a fault targets an island or process that will not exist. Each join adds one island.
+    """Raise ConfigError if a fault targets an island or process that will not exist. Each join adds
+    one island.
 
     `nat`: the islands behind a NAT.
     """
@@ -288,10 +351,16 @@ def check_targets(
     for fault in faults:
         for name in (*fault.targets, *fault.other_side):
             if name == BOOTSTRAP and not has_bootstrap:
-                raise invalid(str(fault), "a run over loopback has no bootstrap process", fault.kind)
+                raise invalid(
+                    str(fault), "a run over loopback has no bootstrap process", fault.kind
+                )
             if name in RELAYS and not has_relays:
-                raise invalid(str(fault), "there are relays only for islands of --nat or --proxy", fault.kind)
+                raise invalid(
+                    str(fault), "there are relays only for islands of --nat or --proxy", fault.kind
+                )
             if fault.kind == "forget" and name not in nat:
                 raise invalid(str(fault), f"island {name} is behind no NAT; see --nat", fault.kind)
             if isinstance(name, int) and name >= there:
-                raise invalid(str(fault), f"there is no island {name}; allowed: 0 to {there - 1}", fault.kind)
+                raise invalid(
+                    str(fault), f"there is no island {name}; allowed: 0 to {there - 1}", fault.kind
+                )

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 
 from diloco.faults.spec import BOOTSTRAP, Fault, FaultKind
 
-WEIGHTS: dict[str, int] = {"kill": 3, "freeze": 3, "leave": 2, "slow": 1, "corrupt": 2, BOOTSTRAP: 1}
+WEIGHTS: dict[str, int] = {
+    "kill": 3,
+    "freeze": 3,
+    "leave": 2,
+    "slow": 1,
+    "corrupt": 2,
+    BOOTSTRAP: 1,
+}
 TAKES_DOWN: tuple[FaultKind, ...] = ("kill", "freeze", "leave")
 """Kinds of faults after which an island takes no part for a while."""
 SHORT_SECONDS = (1.0, 5.0)
@@ -17,7 +24,8 @@ SLOWNESS = (2, 4)
 def storm(seed: int, rate: float, num_islands: int) -> Iterator[Fault]:
     """Yield faults in order of `second`, on average `rate` for each island and minute.
 
-    The only island of a run is never taken down, because no other could continue: it is only slowed down and corrupted.
+    The only island of a run is never taken down, because no other could continue: it is only slowed
+    down and corrupted.
     """
     draw = random.Random(seed)
     kinds = [kind for kind in WEIGHTS if num_islands > 1 or kind in ("slow", "corrupt")]
@@ -43,7 +51,9 @@ def draw_fault(draw: random.Random, kind: str, island: int, second: float) -> Fa
         case "slow":
             factor = draw.randint(*SLOWNESS)
             seconds = round(draw.uniform(*SLOW_SECONDS), 1)
-            return Fault(kind="slow", targets=(island,), factor=factor, second=second, seconds=seconds)
+            return Fault(
+                kind="slow", targets=(island,), factor=factor, second=second, seconds=seconds
+            )
         case "corrupt":
             return Fault(kind="corrupt", targets=(island,), second=second)
         case _:

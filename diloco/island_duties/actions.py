@@ -1,4 +1,6 @@
-"""The longer pieces of work around an island's rounds: resume, evaluate, save. All ranks call each of them together."""
+"""The longer pieces of work around an island's rounds: resume, evaluate, save. All ranks call each
+of them together.
+"""
 
 import logging
 import time
@@ -29,9 +31,13 @@ def resume(runtime: Runtime) -> ResumedState | None:
 
 
 def await_round(runtime: Runtime) -> None:
-    """Note that the training thread waits for a round, with no limit while it shows signs of life."""
+    """Note that the training thread waits for a round, with no limit while it shows signs of
+    life.
+    """
     if runtime.metrics is None:
-        runtime.activity.start_untimed("a round")  # Other ranks wait for the leader, whose watchdog ends them, too.
+        runtime.activity.start_untimed(
+            "a round"
+        )  # Other ranks wait for the leader, whose watchdog ends them, too.
     else:
         runtime.activity.start_beating("a round", runtime.outer.pace.deadlines.limit("reduce"))
 
@@ -44,15 +50,26 @@ def evaluate(runtime: Runtime, cycle: int) -> None:
     def evaluate_here() -> EvalRecord:
         # In plain rounds the local params are equal to the global params at this point.
         with nullcontext() if is_plain else runtime.outer.global_params(), runtime.turns:
-            return evaluate_heldout(runtime.stage_config, runtime.trainer, runtime.corpus, cycle, position.tokens)
+            return evaluate_heldout(
+                runtime.stage_config, runtime.trainer, runtime.corpus, cycle, position.tokens
+            )
 
     runtime.activity.start("evaluation")
     began = time.monotonic()
     shared = runtime.evaluations
-    record = evaluate_here() if shared is None else shared.find(evaluation_key(runtime, cycle), evaluate_here)
+    record = (
+        evaluate_here()
+        if shared is None
+        else shared.find(evaluation_key(runtime, cycle), evaluate_here)
+    )
     if runtime.metrics is not None:
         runtime.metrics.write(replace(record, seconds=time.monotonic() - began))
-        log.info("round %d: held-out loss %.4f, %.4f bits per byte", record.round, record.loss, record.bits_per_byte)
+        log.info(
+            "round %d: held-out loss %.4f, %.4f bits per byte",
+            record.round,
+            record.loss,
+            record.bits_per_byte,
+        )
 
 
 def evaluation_key(runtime: Runtime, cycle: int) -> Hashable:
@@ -68,7 +85,10 @@ def save(runtime: Runtime, point: ResumePoint) -> None:
     if runtime.checkpoints is None:
         return
     if (since := runtime.trainer.broken_since) is not None:
-        runtime.event("not saved", f"no loss has been finite since inner step {since}; earlier checkpoints are kept")
+        runtime.event(
+            "not saved",
+            f"no loss has been finite since inner step {since}; earlier checkpoints are kept",
+        )
         return
     runtime.activity.start("a checkpoint")
     began = time.monotonic()

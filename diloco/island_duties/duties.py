@@ -11,7 +11,9 @@ from diloco.island_rounds.of_quorum import QuorumIslandRounds
 
 
 class Duties(Protocol):
-    """What the loop of an island (island.py) needs to know of its rounds, whatever they wait for."""
+    """What the loop of an island (island.py) needs to know of its rounds, whatever they wait
+    for.
+    """
 
     @property
     def rounds(self) -> IslandRounds | QuorumIslandRounds:
@@ -28,7 +30,9 @@ class Duties(Protocol):
 
     @property
     def first_unproven(self) -> int | None:
-        """Inner step from which on checkpoints are not proved good by a finite loss after them; None: all are."""
+        """Inner step from which on checkpoints are not proved good by a finite loss after them;
+        None: all are.
+        """
         ...
 
     @property
@@ -46,7 +50,9 @@ class Duties(Protocol):
 
 
 def build_duties(runtime: Runtime, *, has_saved: bool) -> Duties:
-    """Return the duties for the config's `outer.wait_for`. `has_saved`: whether there is a checkpoint."""
+    """Return the duties for the config's `outer.wait_for`. `has_saved`: whether there is a
+    checkpoint.
+    """
     if runtime.config.outer.wait_for == "quorum":
         return QuorumDuties(runtime, has_saved=has_saved)
     return IslandDuties(runtime, has_saved=has_saved)

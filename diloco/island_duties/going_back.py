@@ -1,7 +1,8 @@
-"""What an island does when its losses do not become finite: it offers the others to go back to an earlier state.
+"""What an island does when its losses do not become finite: it offers the others to go back to an
+earlier state.
 
-More than half of the participants of a round must offer the same state (docs/protocol.md). Every rank of the island
-makes the same calls.
+More than half of the participants of a round must offer the same state (docs/protocol.md). Every
+rank of the island makes the same calls.
 """
 
 from diloco.assemble import Runtime
@@ -24,13 +25,17 @@ class GoingBack:
         self._num_returns = 0
 
     def is_well(self) -> bool:
-        """Return whether the last loss was finite. If it was, the offers are counted from 0 again."""
+        """Return whether the last loss was finite. If it was, the offers are counted from 0
+        again.
+        """
         is_well = self._runtime.trainer.broken_since is None
         if is_well:
             self._num_offers = 0
         return is_well
 
-    def find_earlier(self, stopped: TrainingStopped, first_unproven: int | None) -> EarlierState | None:
+    def find_earlier(
+        self, stopped: TrainingStopped, first_unproven: int | None
+    ) -> EarlierState | None:
         """Return the state to go back to, because the losses do not become finite.
 
         None: the island must end. Checkpoints from inner step `first_unproven` on, which no finite
@@ -40,7 +45,11 @@ class GoingBack:
         if first_unproven is not None:
             self._reject_since(first_unproven)
         self._num_offers += 1
-        if runtime.checkpoints is None or self._num_offers > MOST_OFFERS or self._num_returns >= MOST_RETURNS:
+        if (
+            runtime.checkpoints is None
+            or self._num_offers > MOST_OFFERS
+            or self._num_returns >= MOST_RETURNS
+        ):
             return None
         earlier = runtime.checkpoints.find_earlier()
         if earlier is not None:
@@ -48,19 +57,28 @@ class GoingBack:
         return earlier
 
     def go_back(self, round_number: int) -> None:
-        """Train on from the checkpoint of this round, to which all islands have gone back together."""
+        """Train on from the checkpoint of this round, to which all islands have gone back
+        together.
+        """
         runtime = self._runtime
-        assert runtime.checkpoints is not None, "only an island with a checkpoint offers to go back to it"
+        assert runtime.checkpoints is not None, (
+            "only an island with a checkpoint offers to go back to it"
+        )
         inner_step = runtime.trainer.inner_step
         runtime.checkpoints.reload_trainer()
         runtime.trainer.go_on_after_broken_steps(inner_step)
         runtime.outer.rewind()
         runtime.participation.count_moments()
         self._num_returns += 1
-        runtime.event("went back", f"to the state of round {round_number}; text read since then is not read again")
+        runtime.event(
+            "went back",
+            f"to the state of round {round_number}; text read since then is not read again",
+        )
 
     def _reject_since(self, inner_step: int) -> None:
-        """Reject the checkpoints since the losses broke: the island then goes on from an earlier one."""
+        """Reject the checkpoints since the losses broke: the island then goes on from an earlier
+        one.
+        """
         runtime = self._runtime
         if runtime.checkpoints is None:
             return

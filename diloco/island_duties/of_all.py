@@ -18,7 +18,9 @@ class IslandDuties:
         self.rounds = IslandRounds(runtime.outer, runtime.config.outer.num_rounds, self)
         self.going_back = GoingBack(runtime)
         self.has_saved = has_saved
-        """Whether the island has a checkpoint. Without one it saves after its next commit, due or not."""
+        """Whether the island has a checkpoint. Without one it saves after its next commit, due or
+        not.
+        """
 
     @property
     def cycle(self) -> int:
@@ -27,7 +29,8 @@ class IslandDuties:
     @property
     def progress(self) -> str:
         return (
-            f"{self.runtime.outer.position.round} of the run's {self.runtime.config.outer.num_rounds} rounds are done"
+            f"{self.runtime.outer.position.round} of the run's "
+            f"{self.runtime.config.outer.num_rounds} rounds are done"
         )
 
     @property
@@ -67,7 +70,9 @@ class IslandDuties:
         if rest == 0 and (is_last or cycle % runtime.config.evaluate.every_rounds == 0):
             evaluate(runtime, cycle)
         every = runtime.island.checkpoint.every_rounds
-        if every is not None and (not self.has_saved or (rest == 0 and (is_last or cycle % every == 0))):
+        if every is not None and (
+            not self.has_saved or (rest == 0 and (is_last or cycle % every == 0))
+        ):
             self.may_save(is_asked=True)
 
     def caught_up(self, caught: CaughtUp, progress: Progress) -> None:

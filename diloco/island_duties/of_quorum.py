@@ -1,8 +1,8 @@
 """What an island does around rounds that wait for a quorum only (`outer.wait_for: quorum`).
 
-Checkpoints are saved right after a contribution, and after the round that ends a cycle to be saved. That round is the
-same on all islands, so they have saved the same state and can go back to it together. Right after a contribution
-requests are polled.
+Checkpoints are saved right after a contribution, and after the round that ends a cycle to be saved.
+That round is the same on all islands, so they have saved the same state and can go back to it
+together. Right after a contribution requests are polled.
 """
 
 from dataclasses import replace
@@ -24,10 +24,14 @@ class QuorumDuties:
     def __init__(self, runtime: Runtime, *, has_saved: bool) -> None:
         self.runtime = runtime
         self._save_every = runtime.island.checkpoint.every_rounds
-        self.rounds = QuorumIslandRounds(runtime.outer, runtime.config, self, save_every=self._save_every)
+        self.rounds = QuorumIslandRounds(
+            runtime.outer, runtime.config, self, save_every=self._save_every
+        )
         self.going_back = GoingBack(runtime)
         self.has_saved = has_saved
-        """Whether the island has a checkpoint. Without one it saves after its next contribution, due or not."""
+        """Whether the island has a checkpoint. Without one it saves after its next contribution,
+        due or not.
+        """
         self.cycle = self.saved_cycle = self.rounds.cycle
         """The cycle of the last landed round, and the cycle of the last checkpoint that was due."""
         self.first_unproven: int | None = None
@@ -75,7 +79,9 @@ class QuorumDuties:
             runtime.participation.record_dropped(made)
         self.cycle = cycle
         config = runtime.config
-        self._is_evaluation_due = is_cycle_over(before, cycle, config.evaluate.every_rounds, config.outer.rounds)
+        self._is_evaluation_due = is_cycle_over(
+            before, cycle, config.evaluate.every_rounds, config.outer.rounds
+        )
         if not committed.is_given:
             self._evaluate_if_due()
 
@@ -96,7 +102,9 @@ class QuorumDuties:
         """
         request = self.runtime.participation.requests.poll(num_rounds)
         is_first = self._save_every is not None and not self.has_saved
-        if (request.save or request.stop or is_first or self._is_save_due) and not self.rounds.rounds.is_over:
+        if (
+            request.save or request.stop or is_first or self._is_save_due
+        ) and not self.rounds.rounds.is_over:
             self.save()
         if not request.stop:
             # The evaluation takes long, and other islands need not wait for it.
@@ -108,7 +116,8 @@ class QuorumDuties:
         """Save a checkpoint, while no round is being prepared. Training goes on if it fails."""
         self.saved_cycle = self.cycle
         self.has_saved = True
-        # Committed steps alone, because they never become fewer: newer checkpoints have higher numbers.
+        # Committed steps alone, because they never become fewer: newer checkpoints have higher
+        # numbers.
         step = self.rounds.committed_steps
         self.runtime.trainer.inner_step = step
         if self._saved_step is None:

@@ -9,7 +9,9 @@ from outer.rounds.quorum import CommittedRound
 
 
 class RoundEvents(Protocol):
-    """Callbacks around the rounds of one island. Every rank gets the same calls in the same order."""
+    """Callbacks around the rounds of one island. Every rank gets the same calls in the same
+    order.
+    """
 
     def begins(self, inner_step: int, ledger: Ledger) -> None:
         """Called when the inner steps of a round begin, after `inner_step` inner steps of the run.
@@ -30,7 +32,9 @@ class RoundEvents(Protocol):
         """Called after the island has taken the state of others, which had committed without it."""
 
     def may_save(self, *, is_asked: bool) -> None:
-        """Called while no round is in flight: save if `is_asked`, or if the operator requests it."""
+        """Called while no round is in flight: save if `is_asked`, or if the operator requests
+        it.
+        """
 
     def why_stop(self, num_rounds: int) -> str:
         """Return why the island should leave after `num_rounds` rounds of the run.

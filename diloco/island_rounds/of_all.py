@@ -22,7 +22,9 @@ from outer.state.earlier import EarlierState
 
 
 class IslandRounds:
-    """Counts inner steps, launches and lands rounds. Every rank of the island makes the same calls together."""
+    """Counts inner steps, launches and lands rounds. Every rank of the island makes the same calls
+    together.
+    """
 
     def __init__(self, outer: OuterLoop, num_rounds: int, events: RoundEvents) -> None:
         """`outer` must have begun. `num_rounds` is the number of rounds of the whole run."""
@@ -52,7 +54,9 @@ class IslandRounds:
     @property
     def resume_point(self) -> ResumePoint:
         """The position within the round, for a checkpoint. No round may be in flight."""
-        return ResumePoint(max(self.inner_step - self._outer.schedule.begin(self._outer.round), 0), self.made)
+        return ResumePoint(
+            max(self.inner_step - self._outer.schedule.begin(self._outer.round), 0), self.made
+        )
 
     def resume(self, point: ResumePoint) -> None:
         """Go on in the middle of a round. Call this before `proceed`."""
@@ -118,7 +122,8 @@ class IslandRounds:
     def _begin_round(self) -> None:
         outer = self._outer
         if outer.in_flight is not None and (outer.cursor.num_left == 0 or outer.begins_stage):
-            self._land()  # Only a commit gives this island more data, or the data of the next stage.
+            # Only a commit gives this island more data, or the data of the next stage.
+            self._land()
         # The learning rate follows from the round, however many steps this island made in the last
         # one.
         begin = outer.schedule.begin(outer.round)

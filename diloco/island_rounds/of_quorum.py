@@ -24,7 +24,9 @@ from outer.state.part_state import Position
 
 
 class QuorumIslandRounds:
-    """Counts inner steps, contributes, and lands rounds. Every rank of the island makes the same calls together."""
+    """Counts inner steps, contributes, and lands rounds. Every rank of the island makes the same
+    calls together.
+    """
 
     def __init__(
         self,
@@ -174,7 +176,10 @@ class QuorumIslandRounds:
     def _is_save_due(self, before: Position, after: Position) -> bool:
         """Return whether a cycle that is to be saved ends between these positions."""
         every = self._save_every
-        return every is not None and self._cycle_at(after.tokens) // every > self._cycle_at(before.tokens) // every
+        return (
+            every is not None
+            and self._cycle_at(after.tokens) // every > self._cycle_at(before.tokens) // every
+        )
 
     def _cycle_at(self, tokens: int) -> int:
         outer = self._config.outer

@@ -27,18 +27,35 @@ class PlacedIsland:
     @property
     def name(self) -> str:
         """A name that clusters allow: lower case, digits and dashes."""
-        return "".join(c if c.isalnum() and c.isascii() else "-" for c in f"{self.run}-{self.label}".lower()).strip("-")
+        return "".join(
+            c if c.isalnum() and c.isascii() else "-" for c in f"{self.run}-{self.label}".lower()
+        ).strip("-")
 
-    def command(self, config: str, head: str, listen_host: str, settings: Sequence[str]) -> list[str]:
+    def command(
+        self, config: str, head: str, listen_host: str, settings: Sequence[str]
+    ) -> list[str]:
         """Return the command of each node. `head` is the first node's address.
 
         A shell may fill in both addresses.
         """
-        values = [config, f"island.index={self.index}", f"island.ranks={self.nodes * self.gpus}", *settings]
+        values = [
+            config,
+            f"island.index={self.index}",
+            f"island.ranks={self.nodes * self.gpus}",
+            *settings,
+        ]
         if self.nodes == 1:
             return ["python", "-m", "diloco", "launch", f"--max-restarts={RESTARTS}", *values]
-        rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={head}:{PORT}", f"--rdzv-id={self.name}"]
-        shape = [f"--nnodes={self.nodes}", f"--nproc-per-node={self.gpus}", f"--max-restarts={RESTARTS}"]
+        rendezvous = [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={head}:{PORT}",
+            f"--rdzv-id={self.name}",
+        ]
+        shape = [
+            f"--nnodes={self.nodes}",
+            f"--nproc-per-node={self.gpus}",
+            f"--max-restarts={RESTARTS}",
+        ]
         torchrun = ["python", "-m", "torch.distributed.run", *shape, *rendezvous]
         return [*torchrun, "-m", "diloco", "train", *values, f"island.listen_host={listen_host}"]
 
@@ -49,7 +66,10 @@ def place_islands(config: Config, gpus_per_node: int) -> list[PlacedIsland]:
     Raises ConfigError if an island does not fill whole nodes.
     """
     if not config.islands:
-        raise ConfigError("islands: the config lists none; give one entry for each, for example islands: [{ranks: 8}]")
+        raise ConfigError(
+            "islands: the config lists none; give one entry for each, for example islands: "
+            "[{ranks: 8}]"
+        )
     placed = []
     for index in range(len(config.islands)):
         island = config.for_island(index)
@@ -68,7 +88,10 @@ def require_relays(config: Config) -> None:
     """Raise ConfigError unless islands that accept no connections can reach each other."""
     if not config.outer.network.has_routes or not config.island.relays:
         raise ConfigError(
-            f"outer.transport is {config.outer.transport} and island.relays {list(config.island.relays)}: nodes there "
-            "have no address that other clusters reach, so islands must dial out to a relay; start `diloco relay` on a "
-            "machine with a public address, and set outer.transport=tls and island.relays=[HOST:PORT]"
+            f"outer.transport is {config.outer.transport} and island.relays "
+            f"{list(config.island.relays)}: nodes there "
+            "have no address that other clusters reach, so islands must dial out to a relay; start "
+            "`diloco relay` on a "
+            "machine with a public address, and set outer.transport=tls and "
+            "island.relays=[HOST:PORT]"
         )

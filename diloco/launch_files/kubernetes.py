@@ -1,4 +1,6 @@
-"""An island as objects of Kubernetes: a Job on one node, a JobSet on several, which restarts all of them together."""
+"""An island as objects of Kubernetes: a Job on one node, a JobSet on several, which restarts all of
+them together.
+"""
 
 import shlex
 from typing import Any
@@ -11,15 +13,30 @@ GRACE_SECONDS = 900
 MAX_RESTARTS = 100
 
 
-def island_objects(island: PlacedIsland, config: str, image: str, settings: list[str]) -> list[dict[str, Any]]:
+def island_objects(
+    island: PlacedIsland, config: str, image: str, settings: list[str]
+) -> list[dict[str, Any]]:
     """Return a ConfigMap with the config, a NetworkPolicy against others, and the Job or JobSet."""
     objects = [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": island.name}, "data": {"run.yaml": config}},
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": island.name},
+            "data": {"run.yaml": config},
+        },
         network_policy(island.name),
     ]
     job = job_spec(island, image, settings)
     if island.nodes == 1:
-        return [*objects, {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": island.name}, "spec": job}]
+        return [
+            *objects,
+            {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "metadata": {"name": island.name},
+                "spec": job,
+            },
+        ]
     return [*objects, job_set(island.name, job)]
 
 
@@ -29,8 +46,17 @@ def network_policy(name: str) -> dict[str, Any]:
     Anyone who reaches torchrun's store could run code in the island.
     """
     chosen = {"matchLabels": {"app": name}}
-    spec = {"podSelector": chosen, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": chosen}]}]}
-    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": name}, "spec": spec}
+    spec = {
+        "podSelector": chosen,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": chosen}]}],
+    }
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
 
 
 def job_set(name: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -42,9 +68,16 @@ def job_set(name: str, job: dict[str, Any]) -> dict[str, Any]:
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": MAX_RESTARTS, "rules": rules},
-        "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": {"spec": job | {"backoffLimit": 0}}}],
+        "replicatedJobs": [
+            {"name": "nodes", "replicas": 1, "template": {"spec": job | {"backoffLimit": 0}}}
+        ],
     }
-    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": spec}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
 
 
 def job_spec(island: PlacedIsland, image: str, settings: list[str]) -> dict[str, Any]:
@@ -56,7 +89,10 @@ def job_spec(island: PlacedIsland, image: str, settings: list[str]) -> dict[str,
         "parallelism": island.nodes,
         "backoffLimit": MAX_RESTARTS,
         "podFailurePolicy": {"rules": [final]},
-        "template": {"metadata": {"labels": {"app": island.name}}, "spec": pod_spec(island, image, settings)},
+        "template": {
+            "metadata": {"labels": {"app": island.name}},
+            "spec": pod_spec(island, image, settings),
+        },
     }
 
 
@@ -68,7 +104,10 @@ def pod_spec(island: PlacedIsland, image: str, settings: list[str]) -> dict[str,
     key = ["island.run_key_file=/key/key"] if island.run_key_file else []
     values = ["island.run_dir=/runs", "island.cache_dir=/cache", *key, *settings]
     head = f"{island.name}-nodes-0-0.{island.name}"
-    stop = f"touch /runs/{shlex.quote(f'{island.run}/{island.label}')}/stop-after-round; sleep {GRACE_SECONDS - 20}"
+    stop = (
+        f"touch /runs/{shlex.quote(f'{island.run}/{island.label}')}/stop-after-round; sleep "
+        f"{GRACE_SECONDS - 20}"
+    )
     volumes = [
         {"name": "config", "configMap": {"name": island.name}},
         {"name": "runs", "persistentVolumeClaim": {"claimName": "diloco-runs"}},
@@ -76,8 +115,16 @@ def pod_spec(island: PlacedIsland, image: str, settings: list[str]) -> dict[str,
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     if island.run_key_file:
-        volumes.append({"name": "key", "secret": {"secretName": "diloco-run-key", "defaultMode": 0o400}})
-    paths = {"config": "/config", "runs": "/runs", "cache": "/cache", "shm": "/dev/shm", "key": "/key"}
+        volumes.append(
+            {"name": "key", "secret": {"secretName": "diloco-run-key", "defaultMode": 0o400}}
+        )
+    paths = {
+        "config": "/config",
+        "runs": "/runs",
+        "cache": "/cache",
+        "shm": "/dev/shm",
+        "key": "/key",
+    }
     container = {
         "name": "island",
         "image": image,
@@ -87,7 +134,9 @@ def pod_spec(island: PlacedIsland, image: str, settings: list[str]) -> dict[str,
         # SIGTERM is sent only after this hook, because it makes the island leave at once.
         "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", stop]}}},
         "resources": {"limits": {"nvidia.com/gpu": island.gpus}},
-        "volumeMounts": [{"name": each["name"], "mountPath": paths[each["name"]]} for each in volumes],
+        "volumeMounts": [
+            {"name": each["name"], "mountPath": paths[each["name"]]} for each in volumes
+        ],
     }
     return {
         "restartPolicy": "Never",

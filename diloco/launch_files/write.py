@@ -60,7 +60,8 @@ def write_launch_files(
 ) -> list[Path]:
     """Write run.yaml and one file for each island into `out`; return the islands' files.
 
-    run.yaml is the user's file, with its comments; overrides are in the islands' commands. Raises ConfigError.
+    run.yaml is the user's file, with its comments; overrides are in the islands' commands. Raises
+    ConfigError.
     """
     resolved = load_config(config, overrides)
     placed = place_islands(resolved, options.gpus_per_node)
@@ -69,7 +70,9 @@ def write_launch_files(
     if target != "slurm":
         require_relays(resolved)
         if options.image is None:
-            raise ConfigError(f"--image: {target} needs an image in which `python -m diloco` runs; none was given")
+            raise ConfigError(
+                f"--image: {target} needs an image in which `python -m diloco` runs; none was given"
+            )
     make_folder(out, "--out")
     given = read_given(config, overrides)
     (out / CONFIG).write_text(given.text)
@@ -81,24 +84,37 @@ def write_launch_files(
     return written
 
 
-def island_file(target: Target, island: PlacedIsland, given: GivenConfig, out: Path, options: ClusterOptions) -> str:
+def island_file(
+    target: Target, island: PlacedIsland, given: GivenConfig, out: Path, options: ClusterOptions
+) -> str:
     """Return the text of an island's file."""
     settings = [*given.overrides, f"island.bootstrap=[{options.address}]"]
     if target == "slurm":
         return submission(island, given, out, options)
     assert options.image is not None, "the image has been checked"
     if target == "skypilot":
-        return yaml.safe_dump(island_task(island, options.image, options.gpu, settings), sort_keys=False)
+        return yaml.safe_dump(
+            island_task(island, options.image, options.gpu, settings), sort_keys=False
+        )
     return yaml.safe_dump_all(
-        island_objects(island, given.text, options.image, settings), sort_keys=False, explicit_start=True
+        island_objects(island, given.text, options.image, settings),
+        sort_keys=False,
+        explicit_start=True,
     )
 
 
 def submission(island: PlacedIsland, given: GivenConfig, out: Path, options: ClusterOptions) -> str:
-    """Return a shell script that submits the island's job. By default the job runs this program's own Python."""
+    """Return a shell script that submits the island's job. By default the job runs this program's
+    own Python.
+    """
     values = {"CONFIG": str(out / CONFIG), "INDEX": str(island.index), "BOOTSTRAP": options.address}
-    exports = "".join(f"export DILOCO_{name}={shlex.quote(value)}\n" for name, value in values.items())
+    exports = "".join(
+        f"export DILOCO_{name}={shlex.quote(value)}\n" for name, value in values.items()
+    )
     python = f'export DILOCO_PYTHON="${{DILOCO_PYTHON:-{sys.executable}}}"\n'
     size = f"--nodes {island.nodes} --gpus-per-node {island.gpus}"
     job = shlex.join([str(out / SCRIPT.name), *given.overrides])
-    return f'#!/usr/bin/env bash\n# Arguments go to sbatch.\n{exports}{python}exec sbatch {size} "$@" {job}\n'
+    return (
+        f"#!/usr/bin/env bash\n# Arguments go to sbatch.\n{exports}{python}exec sbatch {size} "
+        f'"$@" {job}\n'
+    )

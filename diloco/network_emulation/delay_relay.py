@@ -1,9 +1,11 @@
-"""A switch in user space that delays every frame, for kernels without netem. It has nothing to do with libp2p relays.
+"""A switch in user space that delays every frame, for kernels without netem. It has nothing to do
+with libp2p relays.
 
-namespaces.py starts it in the bridge's namespace, in place of the bridge. Each line `NUMBER DEVICE SECONDS` on stdin
-adds a port and is answered with the number. The process ends when stdin closes. A frame from port i to port j leaves
-SECONDS of i plus SECONDS of j after it was read. A frame holds up to 64 kB of one TCP stream and keeps the kernel's
-offload header. That keeps the number of frames small enough for Python.
+namespaces.py starts it in the bridge's namespace, in place of the bridge. Each line `NUMBER DEVICE
+SECONDS` on stdin adds a port and is answered with the number. The process ends when stdin closes. A
+frame from port i to port j leaves SECONDS of i plus SECONDS of j after it was read. A frame holds
+up to 64 kB of one TCP stream and keeps the kernel's offload header. That keeps the number of frames
+small enough for Python.
 """
 
 import contextlib
@@ -119,11 +121,15 @@ def destinations(frame: bytes, source: int, ports: dict[int, socket.socket]) -> 
     address = frame[OFFLOAD_HEADER : OFFLOAD_HEADER + 6]
     if address[:5] == ADDRESS_PREFIX:
         return [address[5]] if address[5] in ports and address[5] != source else []
-    return [number for number in ports if number != source] if address[:1] and address[0] & 1 else []
+    return (
+        [number for number in ports if number != source] if address[:1] and address[0] & 1 else []
+    )
 
 
 def main() -> None:
-    """Run the switch with real-time priority, because a frame that waits for a processor is delayed too long."""
+    """Run the switch with real-time priority, because a frame that waits for a processor is delayed
+    too long.
+    """
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     Switch().run()

@@ -1,7 +1,9 @@
-"""The islands' access links: parse `--link`, shape the links with tc, and count the bytes they carry.
+"""The islands' access links: parse `--link`, shape the links with tc, and count the bytes they
+carry.
 
-tc's token bucket shapes both ends of a link, so each direction has the full rate. Each of two islands' links adds half
-of the round trip between them: netem delays the frames, or the delay relay where the kernel has no netem.
+tc's token bucket shapes both ends of a link, so each direction has the full rate. Each of two
+islands' links adds half of the round trip between them: netem delays the frames, or the delay relay
+where the kernel has no netem.
 """
 
 import json
@@ -36,8 +38,12 @@ MIN_RATE = 64e3
 MAX_RATE = 100e9
 MAX_RTT = 10.0
 RELAY_RATE = 2e9
-"""Total throughput of the delay relay on two cores, bits per second; measured with scripts/bench/outer/links.py."""
-SPELLING = "[ISLAND:]RATE[,rtt=TIME], for example --link 100mbit, --link 1gbit,rtt=50ms or --link 0:50mbit"
+"""Total throughput of the delay relay on two cores, bits per second; measured with
+scripts/bench/outer/links.py.
+"""
+SPELLING = (
+    "[ISLAND:]RATE[,rtt=TIME], for example --link 100mbit, --link 1gbit,rtt=50ms or --link 0:50mbit"
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,9 @@ def parse_links(texts: Sequence[str], num_islands: int) -> Links:
         elif island is not None and island not in own and island < num_islands:
             own[island] = link
         elif island is not None and island >= num_islands:
-            raise ConfigError(f"--link {text}: there is no island {island}; islands are 0 to {num_islands - 1}")
+            raise ConfigError(
+                f"--link {text}: there is no island {island}; islands are 0 to {num_islands - 1}"
+            )
         else:
             whose = "all islands" if island is None else f"island {island}"
             raise ConfigError(f"--link {text}: the link of {whose} is given twice; give it once")
@@ -96,22 +104,32 @@ def parse_link(text: str) -> tuple[int | None, AccessLink]:
     """
     island, colon, rest = text.rpartition(":")
     rate, *options = rest.split(",")
-    if (colon and not island.isdecimal()) or len(options) > 1 or any(not o.startswith("rtt=") for o in options):
+    if (
+        (colon and not island.isdecimal())
+        or len(options) > 1
+        or any(not o.startswith("rtt=") for o in options)
+    ):
         raise ConfigError(f"--link {text}: allowed: {SPELLING}")
     try:
         link = AccessLink(
-            parse_bits_per_second(rate), *(parse_seconds(option.removeprefix("rtt=")) for option in options)
+            parse_bits_per_second(rate),
+            *(parse_seconds(option.removeprefix("rtt=")) for option in options),
         )
     except ConfigError as error:
         raise ConfigError(f"--link {text}: {error}; allowed: {SPELLING}") from None
     if not MIN_RATE <= link.rate <= MAX_RATE or link.rtt > MAX_RTT:
-        raise ConfigError(f"--link {text}: allowed: a rate of 64kbit to 100gbit and an rtt of at most {MAX_RTT:.0f}s")
+        raise ConfigError(
+            f"--link {text}: allowed: a rate of 64kbit to 100gbit and an rtt of at most "
+            f"{MAX_RTT:.0f}s"
+        )
     return (int(island) if colon else None), link
 
 
 @contextmanager
 def open_links(links: Links) -> Iterator[Net]:
-    """Open a network for these links and remove it at exit. `attach` adds islands to it. Raises ConfigError."""
+    """Open a network for these links and remove it at exit. `attach` adds islands to it. Raises
+    ConfigError.
+    """
     with open_net() as net:
         if any(link.rtt for link in links.all) and not has_netem(net):
             net.start_relay()
@@ -126,7 +144,9 @@ def open_linked_namespaces(count: int, link: AccessLink) -> Iterator[list[Namesp
 
 
 def attach(net: Net, link: AccessLink | None) -> Namespace:
-    """Add a namespace to a network made by `open_links`. Without a link its traffic is counted but not shaped."""
+    """Add a namespace to a network made by `open_links`. Without a link its traffic is counted but
+    not shaped.
+    """
     # A round trip passes four link ends: both ends of both islands' links.
     delay = link.rtt / 4 if link is not None else 0.0
     namespace = net.add(delay if net.relay is not None else 0.0)
@@ -151,7 +171,16 @@ def shape(location: str, device: str, link: AccessLink | None, delay: float = 0.
     run_tool(*add, "root", "handle", "1:", "tbf", *rate)
     if delay:
         frames = (queue + link.rate / 8 * delay) / FRAME_BYTES
-        run_tool(*add, "parent", "1:1", "netem", "delay", f"{delay * 1e6:.0f}us", "limit", f"{frames:.0f}")
+        run_tool(
+            *add,
+            "parent",
+            "1:1",
+            "netem",
+            "delay",
+            f"{delay * 1e6:.0f}us",
+            "limit",
+            f"{frames:.0f}",
+        )
 
 
 def burst_bytes(link: AccessLink) -> int:
@@ -169,7 +198,9 @@ def queue_bytes(link: AccessLink) -> int:
 def has_netem(net: Net) -> bool:
     """Return whether the kernel has netem."""
     try:
-        run_tool("tc", "-n", net.bridge, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+        run_tool(
+            "tc", "-n", net.bridge, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"
+        )
     except ConfigError:
         return False
     return True
@@ -181,8 +212,10 @@ def relay_warning(net: Net, links: Links, num_islands: int) -> str | None:
     if net.relay is None or sum(rates) <= RELAY_RATE:
         return None
     return (
-        f"this kernel has no netem, so a process in user space delays the frames of --link; it carries about "
-        f"{RELAY_RATE / 1e9:.0f} Gbit/s in all, less than the links together ({sum(rates) / 1e9:.3g} Gbit/s)"
+        "this kernel has no netem, so a process in user space delays the frames of --link; it "
+        "carries about "
+        f"{RELAY_RATE / 1e9:.0f} Gbit/s in all, less than the links together "
+        f"({sum(rates) / 1e9:.3g} Gbit/s)"
     )
 
 

@@ -1,14 +1,16 @@
-"""Network namespaces on one machine, joined by a bridge, with links that can be cut. Needs root, `ip` and `tc`.
+"""Network namespaces on one machine, joined by a bridge, with links that can be cut. Needs root,
+`ip` and `tc`.
 
     bootstrap  eth0 ---- v1  \\
     island 0   eth0 ---- v2   bridge (in a namespace of its own)
     island 1   eth0 ---- v3  /
 
-Where the kernel cannot delay frames, a delay relay in user space (delay_relay.py) replaces the bridge. links.py shapes
-the links and counts their bytes.
+Where the kernel cannot delay frames, a delay relay in user space (delay_relay.py) replaces the
+bridge. links.py shapes the links and counts their bytes.
 
-A cut maps each side's address, on the other side, to a link-layer address that no interface has. Frames are lost
-without notice to the sender, as on a broken link. This needs no packet filter, which not every kernel has.
+A cut maps each side's address, on the other side, to a link-layer address that no interface has.
+Frames are lost without notice to the sender, as on a broken link. This needs no packet filter,
+which not every kernel has.
 """
 
 import os
@@ -36,7 +38,9 @@ NEEDED_BY = "--link, --netns, --nodes, --nat, --proxy and faults of the kind cut
 
 @dataclass(frozen=True)
 class Namespace:
-    """A network namespace. `host` is its IP address, `port` the device at the bridge's end of its link."""
+    """A network namespace. `host` is its IP address, `port` the device at the bridge's end of its
+    link.
+    """
 
     name: str
     host: str
@@ -51,11 +55,21 @@ class Namespace:
 
 
 class DelayRelay:
-    """The process that replaces the bridge and delays every frame (diloco/network_emulation/delay_relay.py)."""
+    """The process that replaces the bridge and delays every frame
+    (diloco/network_emulation/delay_relay.py).
+    """
 
     def __init__(self, namespace: str) -> None:
         self._process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, sys.executable, "-m", "diloco.network_emulation.delay_relay"],
+            [
+                "ip",
+                "netns",
+                "exec",
+                namespace,
+                sys.executable,
+                "-m",
+                "diloco.network_emulation.delay_relay",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -68,7 +82,9 @@ class DelayRelay:
         return self._process.pid
 
     def add(self, number: int, device: str, delay: float) -> None:
-        """Add a port that delays frames by `delay` seconds. Raises ConfigError if the relay does not confirm it."""
+        """Add a port that delays frames by `delay` seconds. Raises ConfigError if the relay does
+        not confirm it.
+        """
         commands = self._process.stdin
         answers = self._process.stdout
         assert commands is not None and answers is not None, "both are pipes"
@@ -77,7 +93,9 @@ class DelayRelay:
             commands.flush()
         ready, _, _ = select.select([answers], [], [], COMMAND_SECONDS)
         if not ready or not answers.readline():
-            raise ConfigError("the relay that delays frames between islands has failed; its error is above")
+            raise ConfigError(
+                "the relay that delays frames between islands has failed; its error is above"
+            )
 
     def close(self) -> None:
         """Kill the process and wait for its end."""
@@ -104,7 +122,9 @@ class Net:
         self.relay = DelayRelay(self.bridge)
 
     def add(self, delay: float = 0.0) -> Namespace:
-        """Add a namespace connected to all others. A relay holds each frame from or to it for `delay` seconds."""
+        """Add a namespace connected to all others. A relay holds each frame from or to it for
+        `delay` seconds.
+        """
         number = len(self._namespaces) + 1
         if number > MAX_NAMESPACES:
             raise ConfigError(f"a simulated network holds {MAX_NAMESPACES} namespaces at most")
@@ -112,7 +132,16 @@ class Net:
         self._namespaces.append(namespace)
         ip("netns", "add", namespace.name)
         pair = ("type", "veth", "peer", "name", namespace.port, "netns", self.bridge)
-        ip("-n", namespace.name, "link", "add", "eth0", "address", link_layer_address(number), *pair)
+        ip(
+            "-n",
+            namespace.name,
+            "link",
+            "add",
+            "eth0",
+            "address",
+            link_layer_address(number),
+            *pair,
+        )
         ip("-n", namespace.name, "address", "add", f"{namespace.host}/24", "dev", "eth0")
         ip("-n", namespace.name, "link", "set", "lo", "up")
         ip("-n", namespace.name, "link", "set", "eth0", "up")
@@ -137,7 +166,19 @@ class Net:
         """Cut every pair across the two sides. A pair that is cut twice must be healed twice."""
         for one, other in directions(some, others):
             self._cuts[one.name, other.name] += 1
-            ip("-n", one.name, "neigh", "replace", other.host, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+            ip(
+                "-n",
+                one.name,
+                "neigh",
+                "replace",
+                other.host,
+                "lladdr",
+                NOBODY,
+                "dev",
+                "eth0",
+                "nud",
+                "permanent",
+            )
 
     def heal(self, some: Sequence[Namespace], others: Sequence[Namespace]) -> None:
         """Undo one `cut` of the same sides."""
@@ -157,7 +198,9 @@ def enable_forwarding(router: Namespace) -> None:
     run_inside(router, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
 
 
-def directions(some: Sequence[Namespace], others: Sequence[Namespace]) -> list[tuple[Namespace, Namespace]]:
+def directions(
+    some: Sequence[Namespace], others: Sequence[Namespace]
+) -> list[tuple[Namespace, Namespace]]:
     """Return all pairs across the two sides, in both directions."""
     pairs = [(one, other) for one in some for other in others]
     return pairs + [(other, one) for one, other in pairs]
@@ -165,7 +208,9 @@ def directions(some: Sequence[Namespace], others: Sequence[Namespace]) -> list[t
 
 @contextmanager
 def open_net() -> Iterator[Net]:
-    """Open an empty network and remove it at exit. Raises ConfigError where namespaces are not possible."""
+    """Open an empty network and remove it at exit. Raises ConfigError where namespaces are not
+    possible.
+    """
     check_possible()
     delete_stale_namespaces()
     prefix = f"{PREFIX}-{os.getpid()}"
@@ -189,7 +234,8 @@ def check_possible() -> None:
     if os.geteuid() != 0:
         raise ConfigError(
             f"{NEEDED_BY} put each island into a network namespace, which needs root; "
-            f"this is user {os.geteuid()}. Run it as root, for example with sudo, or in a container with NET_ADMIN"
+            f"this is user {os.geteuid()}. Run it as root, for example with sudo, or in a "
+            "container with NET_ADMIN"
         )
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
@@ -202,12 +248,18 @@ def check_possible() -> None:
 def delete_stale_namespaces() -> None:
     """Delete the namespaces of processes that no longer run."""
     delete_namespaces(
-        [name for name in list_namespaces() if name.startswith(f"{PREFIX}-") and not is_alive(owner_pid(name))]
+        [
+            name
+            for name in list_namespaces()
+            if name.startswith(f"{PREFIX}-") and not is_alive(owner_pid(name))
+        ]
     )
 
 
 def owner_pid(name: str) -> int:
-    """Return the pid of the process that made the namespace PREFIX-<pid>-...; 0 for any other name."""
+    """Return the pid of the process that made the namespace PREFIX-<pid>-...; 0 for any other
+    name.
+    """
     pid = name.removeprefix(f"{PREFIX}-").partition("-")[0]
     return int(pid) if pid.isdigit() else 0
 
@@ -225,7 +277,12 @@ def list_namespaces() -> list[str]:
 def delete_namespaces(namespaces: Sequence[str]) -> None:
     """Delete the namespaces. It is no error if one does not exist."""
     for name in namespaces:
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=COMMAND_SECONDS)
+        subprocess.run(
+            ["ip", "netns", "delete", name],
+            check=False,
+            capture_output=True,
+            timeout=COMMAND_SECONDS,
+        )
 
 
 def ip(*words: str) -> str:
@@ -234,13 +291,22 @@ def ip(*words: str) -> str:
 
 
 def run_inside(namespace: Namespace, words: Sequence[str], text: str = "") -> None:
-    """Run a command in a namespace, with `text` on stdin. Raises ConfigError with its error text."""
+    """Run a command in a namespace, with `text` on stdin. Raises ConfigError with its error
+    text.
+    """
     run_tool(*namespace.command(*words), text=text)
 
 
 def run_tool(*words: str, text: str = "") -> str:
-    """Run a command with `text` on stdin and return its output. Raises ConfigError with its error text."""
-    done = subprocess.run(words, input=text, check=False, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    """Run a command with `text` on stdin and return its output. Raises ConfigError with its error
+    text.
+    """
+    done = subprocess.run(
+        words, input=text, check=False, capture_output=True, text=True, timeout=COMMAND_SECONDS
+    )
     if done.returncode:
-        raise ConfigError(f"the network of the simulation cannot be set up: {' '.join(words)}: {done.stderr.strip()}")
+        raise ConfigError(
+            f"the network of the simulation cannot be set up: {' '.join(words)}: "
+            f"{done.stderr.strip()}"
+        )
     return done.stdout

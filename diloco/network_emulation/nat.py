@@ -14,13 +14,15 @@ from diloco.network_emulation.sites import BRIDGE
 BETWEEN_NODES = f'iifname "{BRIDGE}" oifname "{BRIDGE}" accept; '
 """Accepts frames between nodes: some kernels filter a bridge's frames, too (br_netfilter)."""
 NAT = (
-    'table ip nat { chain out { type nat hook postrouting priority 100; oifname "eth0" masquerade; }; }\n'
+    'table ip nat { chain out { type nat hook postrouting priority 100; oifname "eth0" masquerade; '
+    "}; }\n"
     f"table ip filter {{ chain through {{ type filter hook forward priority 0; {BETWEEN_NODES}"
     # A connection that the router has forgotten cannot go on: a new one must begin with a SYN.
     'iifname "eth0" ct state new drop; tcp flags & syn == 0 ct state new drop; }; }\n'
 )
 CLOSED = (
-    f"table ip filter {{ chain through {{ type filter hook forward priority 0; policy drop; {BETWEEN_NODES}}}; }}\n"
+    f"table ip filter {{ chain through {{ type filter hook forward priority 0; policy drop; "
+    f"{BETWEEN_NODES}}}; }}\n"
 )
 
 
@@ -32,7 +34,9 @@ def check_nat_possible(option: str, *, forgets: bool = False) -> None:
     check_possible()
     for tool, package in (("nft", "nftables"), *([("conntrack", "conntrack")] if forgets else [])):
         if shutil.which(tool) is None:
-            raise ConfigError(f"{option} needs the command `{tool}`, which is not found: install {package}")
+            raise ConfigError(
+                f"{option} needs the command `{tool}`, which is not found: install {package}"
+            )
 
 
 def masquerade(router: Namespace) -> None:

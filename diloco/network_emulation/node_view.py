@@ -34,7 +34,9 @@ class NodeView:
     shared: Sequence[str]
 
     def command(self, *words: str) -> list[str]:
-        """Wrap a command so that it runs with this view. The process replaces itself, so the pid is the command's."""
+        """Wrap a command so that it runs with this view. The process replaces itself, so the pid is
+        the command's.
+        """
         module = "diloco.network_emulation.node_view"
         return [sys.executable, "-m", module, json.dumps(asdict(self)), *words]
 
@@ -45,7 +47,11 @@ def enter(view: NodeView) -> None:
     _check(_libc().unshare(CLONE_NEWUTS), "unshare")
     socket.sethostname(view.name)
     # Opened before they are hidden: a folder can still be mounted by its descriptor.
-    shared = {path: os.open(path, os.O_PATH) for path in map(os.path.realpath, view.shared) if _is_hidden(path)}
+    shared = {
+        path: os.open(path, os.O_PATH)
+        for path in map(os.path.realpath, view.shared)
+        if _is_hidden(path)
+    }
     for folder in filter(os.path.isdir, PRIVATE):
         _mount("node", folder, "tmpfs")
         os.chmod(folder, 0o1777)
@@ -80,7 +86,9 @@ def _make_place(path: str, *, is_folder: bool) -> None:
 def _name_hosts(hosts: Mapping[str, str]) -> None:
     """Replace /etc/hosts in this view only."""
     own = Path(PRIVATE[0]) / f"hosts-{os.getpid()}"
-    own.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in hosts.items()))
+    own.write_text(
+        "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in hosts.items())
+    )
     _mount(str(own), str(HOSTS), None, MS_BIND)
 
 

@@ -26,15 +26,23 @@ async def serve(reader: StreamReader, writer: StreamWriter, login: str) -> None:
     writer.close()
 
 
-async def pass_on(reader: StreamReader, writer: StreamWriter, host: str, port: int, *, is_socks: bool) -> None:
+async def pass_on(
+    reader: StreamReader, writer: StreamWriter, host: str, port: int, *, is_socks: bool
+) -> None:
     """Connect to the destination and copy bytes both ways."""
     say(f"{host}:{port}")
     try:
         onward = await asyncio.open_connection(host, port)
     except OSError:
-        writer.write(b"\x05\x05\x00\x01" + bytes(6) if is_socks else b"HTTP/1.1 502 Bad Gateway\r\n\r\n")
+        writer.write(
+            b"\x05\x05\x00\x01" + bytes(6) if is_socks else b"HTTP/1.1 502 Bad Gateway\r\n\r\n"
+        )
         return
-    writer.write(b"\x05\x00\x00\x01" + bytes(6) if is_socks else b"HTTP/1.1 200 Connection established\r\n\r\n")
+    writer.write(
+        b"\x05\x00\x00\x01" + bytes(6)
+        if is_socks
+        else b"HTTP/1.1 200 Connection established\r\n\r\n"
+    )
     await asyncio.gather(copy(reader, onward[1]), copy(onward[0], writer))
 
 
@@ -64,7 +72,9 @@ async def socks(reader: StreamReader, writer: StreamWriter, login: str) -> tuple
         return "", 0
     if login:
         await reader.readexactly(1)
-        words = [(await reader.readexactly((await reader.readexactly(1))[0])).decode() for _ in range(2)]
+        words = [
+            (await reader.readexactly((await reader.readexactly(1))[0])).decode() for _ in range(2)
+        ]
         writer.write(bytes([1, ":".join(words) != login]))
         if ":".join(words) != login:
             return "", 0
@@ -89,7 +99,9 @@ def say(line: str) -> None:
 
 
 async def main(host: str, port: int, login: str) -> None:
-    server = await asyncio.start_server(lambda reader, writer: serve(reader, writer, login), host, port)
+    server = await asyncio.start_server(
+        lambda reader, writer: serve(reader, writer, login), host, port
+    )
     say(str(server.sockets[0].getsockname()[1]))
     await server.serve_forever()
 

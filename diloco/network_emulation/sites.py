@@ -1,10 +1,13 @@
-"""The nodes of one island: each in a namespace of its own, joined by a fast network, behind a router.
+"""The nodes of one island: each in a namespace of its own, joined by a fast network, behind a
+router.
 
     node 0  eth0 ---- n0  \\
-    node 1  eth0 ---- n1   bridge "site" in the router's namespace   eth0 ---- the bridge between islands
+    node 1  eth0 ---- n1   bridge "site" in the router's namespace   eth0 ---- the bridge between
+            islands
     10.214.K.1, .2         10.214.K.254                              10.213.0.K
 
-The router's link is the island's to all others, so the nodes share its rate. Their own links are shaped to NODE_LINK.
+The router's link is the island's to all others, so the nodes share its rate. Their own links are
+shaped to NODE_LINK.
 """
 
 from dataclasses import dataclass
@@ -44,12 +47,16 @@ def build_site(router: Namespace, num_nodes: int) -> Site:
     known. Raises ConfigError.
     """
     if num_nodes > MAX_NODES:
-        raise ConfigError(f"an island of a simulated network has {MAX_NODES} nodes at most; got {num_nodes}")
+        raise ConfigError(
+            f"an island of a simulated network has {MAX_NODES} nodes at most; got {num_nodes}"
+        )
     prefix = f"10.214.{router.host.rpartition('.')[2]}"
     ip("-n", router.name, "link", "add", BRIDGE, "up", "type", "bridge")
     ip("-n", router.name, "address", "add", f"{prefix}.{ROUTER}/24", "dev", BRIDGE)
     enable_forwarding(router)
-    names = [Namespace(f"{router.name}-n{k}", f"{prefix}.{k + 1}", f"n{k}") for k in range(num_nodes)]
+    names = [
+        Namespace(f"{router.name}-n{k}", f"{prefix}.{k + 1}", f"n{k}") for k in range(num_nodes)
+    ]
     for node in names:
         _add_node(router, node, f"{prefix}.{ROUTER}")
     return Site(router, f"{prefix}.0/24", tuple(names))
@@ -57,7 +64,20 @@ def build_site(router: Namespace, num_nodes: int) -> Site:
 
 def _add_node(router: Namespace, node: Namespace, gateway: str) -> None:
     ip("netns", "add", node.name)
-    ip("-n", node.name, "link", "add", "eth0", "type", "veth", "peer", "name", node.port, "netns", router.name)
+    ip(
+        "-n",
+        node.name,
+        "link",
+        "add",
+        "eth0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        node.port,
+        "netns",
+        router.name,
+    )
     ip("-n", node.name, "address", "add", f"{node.host}/24", "dev", "eth0")
     for location, device in ((node.name, "lo"), (node.name, "eth0"), (router.name, node.port)):
         ip("-n", location, "link", "set", device, "up")

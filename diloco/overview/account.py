@@ -21,12 +21,21 @@ from diloco.overview.incidents import (
 )
 from diloco.overview.pace import RecordedPace
 from diloco.records.figures import ENDS, LatestRecords, finite
-from diloco.records.metrics import STARTED_AGAIN, EvalRecord, EventRecord, Record, RoundRecord, StepRecord
+from diloco.records.metrics import (
+    STARTED_AGAIN,
+    EvalRecord,
+    EventRecord,
+    Record,
+    RoundRecord,
+    StepRecord,
+)
 
 MAX_WAITS = 256
 """Number of an island's newest commits that tell for whom islands wait."""
 MAX_INCIDENTS = 5000
-"""Most incidents that are kept; later ones of a run that has more are only counted in the figures."""
+"""Most incidents that are kept; later ones of a run that has more are only counted in the
+figures.
+"""
 SETTLED_SECONDS = 60.0
 """Time after which no record of a commit before it is expected any more."""
 UNNOTED = "its processes ended without a record: they were killed, or the machine was lost"
@@ -73,7 +82,9 @@ class IslandAccount:
         """The newest end without a record, which a record of the next life may explain."""
 
     def write(self, record: Record) -> list[float | None] | None:
-        """Add the next record of the island. Return the pace after a commit, as a row of RecordedPace."""
+        """Add the next record of the island. Return the pace after a commit, as a row of
+        RecordedPace.
+        """
         before = self.latest.figures.last_record
         self.latest.write(record)
         self.times.add(record)
@@ -111,18 +122,24 @@ class IslandAccount:
         """Return whether the island had joined and was not away at a unix time."""
         if not self.entry_time <= time <= self.times.last:
             return False
-        return not any(each.begin <= time and (each.end is None or time < each.end) for each in self.absences)
+        return not any(
+            each.begin <= time and (each.end is None or time < each.end) for each in self.absences
+        )
 
     def _add_event(self, record: EventRecord, before: float | None) -> None:
         if incident := find_of_event(self.name, record):
-            self._run.add_incident(incident, replaces=self._unnoted if record.name == DIED else None)
+            self._run.add_incident(
+                incident, replaces=self._unnoted if record.name == DIED else None
+            )
         if record.name in ENDS:
             self.is_over = is_end_of_run(record)
             if not self.is_away:
                 is_failure = record.name not in ("left", "stopped")
                 self._leave(record.time, f"{record.name}: {record.text}", is_failure=is_failure)
             elif record.name == DIED:
-                self.absences[-1] = replace(self.absences[-1], cause=f"{record.name}: {record.text}", is_failure=True)
+                self.absences[-1] = replace(
+                    self.absences[-1], cause=f"{record.name}: {record.text}", is_failure=True
+                )
         elif self._is_start(record) and not self.is_away and before is not None:
             self._leave(before, UNNOTED, is_failure=True)
             self._unnoted = Incident(time=before, island=self.name, kind=DIED, cause=UNNOTED)
@@ -135,10 +152,16 @@ class IslandAccount:
         self._last_event = record.name
 
     def _is_start(self, record: EventRecord) -> bool:
-        """Return whether this is the first record of new processes. An island also joins after it has caught up."""
+        """Return whether this is the first record of new processes. An island also joins after it
+        has caught up.
+        """
         if record.name in (STARTED_AGAIN, "resumed"):
             return True
-        return record.name == JOINED and self.entry_round is not None and self._last_event != "caught up"
+        return (
+            record.name == JOINED
+            and self.entry_round is not None
+            and self._last_event != "caught up"
+        )
 
     def _leave(self, time: float, cause: str, *, is_failure: bool) -> None:
         self.absences.append(Absence(begin=time, end=None, cause=cause, is_failure=is_failure))
@@ -153,7 +176,9 @@ class IslandAccount:
             self.entry_time = record.time
             if self.entry_round > 0:
                 cause = f"at round {self.entry_round}, with the state of the other islands"
-                self._run.add_incident(Incident(time=record.time, island=self.name, kind=JOINED, cause=cause))
+                self._run.add_incident(
+                    Incident(time=record.time, island=self.name, kind=JOINED, cause=cause)
+                )
 
 
 @dataclass
@@ -165,7 +190,9 @@ class Commit:
 
 
 class RunAccount:
-    """The account of a run and of each of its islands. Records of one island must come in their order."""
+    """The account of a run and of each of its islands. Records of one island must come in their
+    order.
+    """
 
     def __init__(self) -> None:
         self.islands: dict[str, IslandAccount] = {}
@@ -176,9 +203,13 @@ class RunAccount:
         self.stages: dict[int, str] = {}
         """The stages that have begun, by number, as `2 of 3`."""
         self.known: set[str] = set()
-        """Islands that have taken part in a committed round, also those whose records are elsewhere."""
+        """Islands that have taken part in a committed round, also those whose records are
+        elsewhere.
+        """
         self.last_commit: tuple[tuple[str, ...], Commit] | None = None
-        """The participants of the newest committed round, and the commit; None before the first one."""
+        """The participants of the newest committed round, and the commit; None before the first
+        one.
+        """
         self.missed: dict[tuple[str, float, float | None], int] = {}
         """Rounds missed in absences that are long over, which `count_missed` has counted."""
         self._last_round = -1
@@ -216,7 +247,9 @@ class RunAccount:
             self.losses.setdefault(record.tokens, (record.time, loss))
 
     def add_round(self, island: str, record: RoundRecord) -> None:
-        """Add an island's record of an attempt; find whether it differs from that of another island."""
+        """Add an island's record of an attempt; find whether it differs from that of another
+        island.
+        """
         attempt = (record.round, record.attempt, record.participants)
         if attempt not in self._told:
             self._told.add(attempt)
@@ -235,7 +268,9 @@ class RunAccount:
                 self._last_round = record.round
                 self.last_commit = record.participants, known
             if known.digest != record.digest:
-                self._disagree(record, f"digests {known.digest[:8]} and {record.digest[:8]} (of {island})")
+                self._disagree(
+                    record, f"digests {known.digest[:8]} and {record.digest[:8]} (of {island})"
+                )
 
     def find_slowest(self) -> str | None:
         """Return the island for which the others waited longest in the newest rounds.
@@ -249,15 +284,18 @@ class RunAccount:
         seconds: dict[str, float] = {}
         for waits in waits_of.values():
             least = min(waits, key=lambda name: waits[name])
-            seconds[least] = seconds.get(least, 0.0) + sum(waits.values()) - len(waits) * waits[least]
+            seconds[least] = (
+                seconds.get(least, 0.0) + sum(waits.values()) - len(waits) * waits[least]
+            )
         slowest = max(seconds, key=lambda name: seconds[name], default=None)
         return slowest if slowest is not None and seconds[slowest] > 0 else None
 
     @property
     def disagreeing_rounds(self) -> list[int]:
-        """The rounds whose participants disagree: they committed different results, or one committed
-        and another aborted. Each side of a partitioned network may commit a round of one number, with
-        other participants; that is no disagreement, and neither are the results of gossip.
+        """The rounds whose participants disagree: they committed different results, or one
+        committed and another aborted. Each side of a partitioned network may commit a round of one
+        number, with other participants; that is no disagreement, and neither are the results of
+        gossip.
         """
         return sorted(self._disagreeing)
 
@@ -284,15 +322,24 @@ def count_missed(account: RunAccount, name: str, absence: Absence) -> int:
     if key in account.missed:
         return account.missed[key]
     end = math.inf if absence.end is None else absence.end
-    missed = sum(name not in names and absence.begin <= c.time <= end for (_, names), c in account.commits.items())
+    missed = sum(
+        name not in names and absence.begin <= c.time <= end
+        for (_, names), c in account.commits.items()
+    )
     if account.last - end > SETTLED_SECONDS:
         account.missed[key] = missed
     return missed
 
 
 def find_left_out(account: RunAccount) -> Iterator[tuple[str, int]]:
-    """Yield islands that were present while rounds were committed without them, and the number of these rounds."""
+    """Yield islands that were present while rounds were committed without them, and the number of
+    these rounds.
+    """
     for name, island in account.islands.items():
-        missed = [c for (_, names), c in account.commits.items() if name not in names and island.was_present(c.time)]
+        missed = [
+            c
+            for (_, names), c in account.commits.items()
+            if name not in names and island.was_present(c.time)
+        ]
         if missed:
             yield name, len(missed)

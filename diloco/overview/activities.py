@@ -1,13 +1,26 @@
-"""How an island spent its time, by its records: the same shares for the page, the report and `diloco status`."""
+"""How an island spent its time, by its records: the same shares for the page, the report and
+`diloco status`.
+"""
 
 from collections import deque
 
 from diloco.records.figures import finite
 from diloco.records.metrics import EvalRecord, PauseRecord, Record, RoundRecord, StepRecord
 
-ACTIVITIES = ("computing", "reading text", "network", "waiting", "evaluating", "saving", "away", "other")
-"""In inner steps, waiting for text, in the reduces of attempts, waiting for other islands before them, in evaluations,
-copying the state for a checkpoint, without processes, and the rest: setting up, connecting, catching up."""
+ACTIVITIES = (
+    "computing",
+    "reading text",
+    "network",
+    "waiting",
+    "evaluating",
+    "saving",
+    "away",
+    "other",
+)
+"""In inner steps, waiting for text, in the reduces of attempts, waiting for other islands before
+them, in evaluations, copying the state for a checkpoint, without processes, and the rest: setting
+up, connecting, catching up.
+"""
 LATEST = 4096
 """Number of the latest stretches of training that may lie within the time of a round."""
 Stretch = tuple[float, float]
@@ -45,7 +58,8 @@ class ActivityTimes:
         self.last = max(self.last, record.time)
 
     def find_seconds(self, away: float, until: float | None = None) -> dict[str, float]:
-        """Return the seconds of each activity from the first record until a time, by default the last record.
+        """Return the seconds of each activity from the first record until a time, by default the
+        last record.
 
         `away`: seconds in which the island had no processes.
         """
@@ -82,7 +96,9 @@ class ActivityTimes:
 
 
 def find_shares(islands: list[dict[str, float]]) -> dict[str, float]:
-    """Return the share of each activity in the time of all islands together; empty without a record."""
+    """Return the share of each activity in the time of all islands together; empty without a
+    record.
+    """
     sums = {name: sum(seconds[name] for seconds in islands) for name in ACTIVITIES}
     whole = sum(sums.values())
     return {name: sums[name] / whole for name in ACTIVITIES} if whole else {}

@@ -1,4 +1,6 @@
-"""The first line about a run: is it training, is it learning, what did it cost, when will it be done?"""
+"""The first line about a run: is it training, is it learning, what did it cost, when will it be
+done?
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -56,13 +58,22 @@ def find_headline(account: RunAccount, plan: RunPlan, at: float) -> Headline:
     """Return the figures of the first line at unix time `at`."""
     run = combine([island.latest for island in account.islands.values()])
     names = account.last_commit[0] if account.last_commit else ()
-    is_over = at - account.last > OVER_SECONDS or all(island.is_away for island in account.islands.values())
+    is_over = at - account.last > OVER_SECONDS or all(
+        island.is_away for island in account.islands.values()
+    )
     loss_change, change_seconds = find_loss_change(account)
     until = None if is_over else at
-    seconds = [island.seconds(until if island.is_away and not island.is_over else None) for island in living(account)]
+    seconds = [
+        island.seconds(until if island.is_away and not island.is_over else None)
+        for island in living(account)
+    ]
     state, is_trouble = describe_state(account, plan, at)
     left = None if plan.num_rounds is None else max(plan.num_rounds - run.round, 0)
-    pace = [row[1] for island in account.islands.values() if (row := island.pace.now) is not None and row[1]]
+    pace = [
+        row[1]
+        for island in account.islands.values()
+        if (row := island.pace.now) is not None and row[1]
+    ]
     return Headline(
         state=state,
         is_trouble=is_trouble,
@@ -78,7 +89,9 @@ def find_headline(account: RunAccount, plan: RunPlan, at: float) -> Headline:
         slowest=account.find_slowest(),
         bytes_sent=run.bytes_sent,
         traffic_ratio=find_traffic_ratio(account, plan, run.bytes_sent),
-        ends_in_seconds=left * max(pace) if left and pace and state in ("training", "waiting") else None,
+        ends_in_seconds=left * max(pace)
+        if left and pace and state in ("training", "waiting")
+        else None,
     )
 
 
@@ -109,16 +122,23 @@ def describe_state(account: RunAccount, plan: RunPlan, at: float) -> tuple[str, 
 
 
 def find_expected(account: RunAccount, plan: RunPlan) -> set[str]:
-    """Return the islands that should be in the next round: all known ones except those that were asked to leave."""
+    """Return the islands that should be in the next round: all known ones except those that were
+    asked to leave.
+    """
     known = account.known | account.islands.keys()
     last = set(account.last_commit[0]) if account.last_commit else set[str]()
     asked = {
         name
         for name, island in account.islands.items()
-        if island.is_away and not island.is_over and not island.absences[-1].is_failure and name not in last
+        if island.is_away
+        and not island.is_over
+        and not island.absences[-1].is_failure
+        and name not in last
     }
     missing = (plan.config.outer.start_islands if plan.config else 0) - len(known)
-    return (known - asked) | {f"island {number} that has not come" for number in range(max(missing, 0))}
+    return (known - asked) | {
+        f"island {number} that has not come" for number in range(max(missing, 0))
+    }
 
 
 def find_loss_change(account: RunAccount) -> tuple[float | None, float]:
@@ -151,7 +171,8 @@ def describe(line: Headline) -> str:
         f"held-out {human_loss(line.heldout_loss)}{describe_change(line)}",
         f"{line.islands_in} of {line.islands_expected} islands",
         describe_shares(line.shares, line.slowest),
-        f"{human_bytes(line.bytes_sent)} sent" + (f", {line.traffic_ratio:.1f}x less" if line.traffic_ratio else ""),
+        f"{human_bytes(line.bytes_sent)} sent"
+        + (f", {line.traffic_ratio:.1f}x less" if line.traffic_ratio else ""),
         f"done in {human_duration(line.ends_in_seconds)}" if line.ends_in_seconds else "",
     ]
     return " · ".join(filter(None, words))
@@ -167,5 +188,9 @@ def describe_change(line: Headline) -> str:
 def describe_shares(shares: Mapping[str, float], slowest: str | None) -> str:
     """Return shares of time as text, with the island for which the others waited longest."""
     notes = {"waiting": f" (most for {slowest})" if slowest else ""}
-    told = {name: f"{name} {100 * share:.0f} %" for name, share in shares.items() if share >= LEAST_SHARE}
+    told = {
+        name: f"{name} {100 * share:.0f} %"
+        for name, share in shares.items()
+        if share >= LEAST_SHARE
+    }
     return ", ".join(text + notes.get(name, "") for name, text in told.items())

@@ -77,7 +77,9 @@ def find_of_event(island: str, record: EventRecord) -> Incident | None:
     text = KEY.sub(lambda found: f"{found[0][:8]}..", one_line(record.text))[:MAX_CHARACTERS]
     if record.name == LOST:
         lost, _, cause = text.partition(": ")
-        return Incident(time=record.time, island=lost, kind=LOST, cause=f"{island} lost {lost}: {cause}")
+        return Incident(
+            time=record.time, island=lost, kind=LOST, cause=f"{island} lost {lost}: {cause}"
+        )
     return Incident(time=record.time, island=island, kind=record.name, cause=text)
 
 
@@ -87,9 +89,13 @@ def is_end_of_run(record: EventRecord) -> bool:
 
 
 def find_of_round(record: RoundRecord) -> Iterable[Incident]:
-    """Yield the incidents in an attempt at a round. Every island that took part has the same ones."""
+    """Yield the incidents in an attempt at a round. Every island that took part has the same
+    ones.
+    """
     if not record.committed:
-        cause = f"round {record.round}: {one_line(record.cause or 'no cause recorded')}"[:MAX_CHARACTERS]
+        cause = f"round {record.round}: {one_line(record.cause or 'no cause recorded')}"[
+            :MAX_CHARACTERS
+        ]
         kind = DISAGREEMENT if DIGESTS.search(cause) else ABORTED
         yield Incident(time=record.time, island="", kind=kind, cause=cause)
     elif record.cause:

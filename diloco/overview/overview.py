@@ -1,4 +1,6 @@
-"""The overview of a run: its first line, the line under it, and the incidents, for every place that shows them."""
+"""The overview of a run: its first line, the line under it, and the incidents, for every place that
+shows them.
+"""
 
 import time
 from dataclasses import dataclass
@@ -30,11 +32,15 @@ class Overview:
         return [describe(self.headline), self.since]
 
 
-def find_overview(account: RunAccount, plan: RunPlan, since: float = 0.0, now: float | None = None) -> Overview:
+def find_overview(
+    account: RunAccount, plan: RunPlan, since: float = 0.0, now: float | None = None
+) -> Overview:
     """Return the overview of a run since a unix time, by default since its beginning."""
     at = moment_of(account, now)
     return Overview(
-        find_headline(account, plan, at), describe_since(account, since, at), lines_since(account, since, at)
+        find_headline(account, plan, at),
+        describe_since(account, since, at),
+        lines_since(account, since, at),
     )
 
 
@@ -49,26 +55,36 @@ def account_of(run: RunRecords) -> RunAccount:
 
 
 def moment_of(account: RunAccount, now: float | None = None) -> float:
-    """Return the unix time for which the state of a run is told: now, or its last record if it is over."""
+    """Return the unix time for which the state of a run is told: now, or its last record if it is
+    over.
+    """
     now = time.time() if now is None else now
     return now if now - account.last <= OVER_SECONDS else account.last
 
 
 def describe_islands(account: RunAccount) -> dict[str, Any]:
-    """Return which islands never came back, joined late, or were left out of rounds, as values for JSON."""
+    """Return which islands never came back, joined late, or were left out of rounds, as values for
+    JSON.
+    """
     return {
         "islands_gone": {
             name: island.absences[-1].cause
             for name, island in account.islands.items()
             if island.is_away and not island.is_over
         },
-        "islands_late": {name: island.entry_round for name, island in account.islands.items() if island.entry_round},
+        "islands_late": {
+            name: island.entry_round
+            for name, island in account.islands.items()
+            if island.entry_round
+        },
         "rounds_left_out": dict(find_left_out(account)),
     }
 
 
 def absence_row(account: RunAccount, name: str, absence: Absence) -> list[Any]:
-    """Return begin, end or None, cause, whether it is a failure, and the number of missed rounds."""
+    """Return begin, end or None, cause, whether it is a failure, and the number of missed
+    rounds.
+    """
     missed = count_missed(account, name, absence) if absence.is_failure else 0
     return [absence.begin, absence.end, absence.cause, int(absence.is_failure), missed]
 

@@ -52,4 +52,10 @@ def row_between(then: IslandFigures, now: IslandFigures) -> list[float | None] |
         return None
     reduced = now.reduce_seconds - then.reduce_seconds
     share = min((now.step_seconds - then.step_seconds) / seconds, 1.0)
-    return [now.last_record, seconds / rounds, share, sent / rounds, 8 * sent / reduced if reduced > 0 else None]
+    return [
+        now.last_record,
+        seconds / rounds,
+        share,
+        sent / rounds,
+        8 * sent / reduced if reduced > 0 else None,
+    ]

@@ -1,4 +1,6 @@
-"""What happened in a run since a time that the reader chooses: one line, and a line for each kind of incident."""
+"""What happened in a run since a time that the reader chooses: one line, and a line for each kind
+of incident.
+"""
 
 import re
 import time
@@ -25,7 +27,8 @@ NUMBERS = re.compile(r"\d+(?:\.\d+)?|\b[0-9a-f]{8,}\b")
 
 
 def parse_since(text: str, now: float) -> float:
-    """Return the unix time that the user means: `8h`, `30min`, `2d`, `22:30` (UTC, in the last day) or ISO 8601.
+    """Return the unix time that the user means: `8h`, `30min`, `2d`, `22:30` (UTC, in the last day)
+    or ISO 8601.
 
     Raises ConfigError.
     """
@@ -40,17 +43,19 @@ def parse_since(text: str, now: float) -> float:
         moment = datetime.fromisoformat(text.strip())
     except ValueError:
         raise ConfigError(
-            f"--since: got {text!r}; allowed: a time ago (30min, 8h, 2d), a time of day in UTC (22:30), or a date "
+            f"--since: got {text!r}; allowed: a time ago (30min, 8h, 2d), a time of day in UTC "
+            "(22:30), or a date "
             "(2026-11-27T22:30)"
         ) from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def find_since(account: RunAccount, since: float) -> list[Incident]:
-    """Return the incidents since a unix time, the worst first, of equally bad ones the newest first.
+    """Return the incidents since a unix time, the worst first, of equally bad ones the newest
+    first.
 
-    Incidents of one island that differ in numbers only are told as one, with their count and the last cause. So
-    are all losses, and all refusals.
+    Incidents of one island that differ in numbers only are told as one, with their count and the
+    last cause. So are all losses, and all refusals.
     """
     alike: dict[tuple[str, str, str], Incident] = {}
     for incident in sorted(account.incidents, key=lambda each: each.time):
@@ -64,8 +69,13 @@ def find_since(account: RunAccount, since: float) -> list[Incident]:
 
 
 def describe_since(account: RunAccount, since: float, at: float) -> str:
-    """Return the second line about a run: what happened since a unix time, as of the unix time `at`."""
-    begin = max(since, min((i.times.first for i in account.islands.values() if i.times.first), default=since))
+    """Return the second line about a run: what happened since a unix time, as of the unix time
+    `at`.
+    """
+    begin = max(
+        since,
+        min((i.times.first for i in account.islands.values() if i.times.first), default=since),
+    )
     return f"since {describe_time(begin, at)}: {'; '.join(summarise(account, since))}"
 
 
@@ -91,10 +101,16 @@ def summarise(account: RunAccount, since: float) -> Iterator[str]:
 
 
 def describe_absence(account: RunAccount, name: str, since: float) -> str:
-    """Return how many rounds an island missed in its failures since a time, and whether it is still away."""
+    """Return how many rounds an island missed in its failures since a time, and whether it is still
+    away.
+    """
     if (island := account.islands.get(name)) is None:
         return ""
-    away = [each for each in island.absences if each.is_failure and (each.end is None or each.end >= since)]
+    away = [
+        each
+        for each in island.absences
+        if each.is_failure and (each.end is None or each.end >= since)
+    ]
     missed = sum(count_missed(account, name, each) for each in away)
     where = ", is away" if any(each.end is None for each in away) else ""
     return (f", missed {missed} round{'' if missed == 1 else 's'}" if missed else "") + where
@@ -104,7 +120,9 @@ def lines_since(account: RunAccount, since: float, at: float, most: int = LINES)
     """Return a line for each incident: when, who, what, why, and the cure."""
     found = find_since(account, since)
     lines = [describe_incident(each, at) for each in found[:most]]
-    return lines + ([f"and {len(found) - most} more: `diloco watch` lists them"] if len(found) > most else [])
+    return lines + (
+        [f"and {len(found) - most} more: `diloco watch` lists them"] if len(found) > most else []
+    )
 
 
 def describe_incident(incident: Incident, at: float) -> str:
@@ -112,11 +130,16 @@ def describe_incident(incident: Incident, at: float) -> str:
     who = f"{incident.who} " if incident.who else ""
     count = f" {incident.count}x, last" if incident.count > 1 else ""
     cause = f": {one_line(incident.cause)}" if incident.cause else ""
-    return f"{describe_time(incident.time, at)} {who}{incident.kind}{count}{cause}. Cure: {incident.cure}."
+    return (
+        f"{describe_time(incident.time, at)} {who}{incident.kind}{count}{cause}. Cure: "
+        f"{incident.cure}."
+    )
 
 
 def describe_time(moment: float, at: float) -> str:
-    """Return a unix time as a time of day in UTC, with its date if it is not within the day before `at`."""
+    """Return a unix time as a time of day in UTC, with its date if it is not within the day before
+    `at`.
+    """
     form = "%H:%MZ" if abs(at - moment) < 86400 else "%Y-%m-%d %H:%MZ"
     return time.strftime(form, time.gmtime(moment))
 

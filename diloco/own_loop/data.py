@@ -1,7 +1,8 @@
 """`diloco.data`: the text of the run's config for your own loop. Only one island reads each unit of
 the text.
 
-islands = diloco.Islands("run.yaml", model, optimizer)     # run.yaml has `data` and `optimizer.tokens_per_step`
+islands = diloco.Islands("run.yaml", model, optimizer)     # run.yaml has `data` and
+                                                           `optimizer.tokens_per_step`
 for batch in diloco.data(islands):
     loss = cross_entropy(model(batch.inputs), batch.targets)
     ...
@@ -64,7 +65,9 @@ class LeasedData:
         Stages of the run change the number of sequences in a batch, and their length.
         """
         for unit in self._islands.units():
-            yield cut(self._text.read(unit, self._islands.unit_number, self._share).micro_batches[0])
+            yield cut(
+                self._text.read(unit, self._islands.unit_number, self._share).micro_batches[0]
+            )
 
     def heldout(self, num_tokens: int = HELDOUT_TOKENS, batch_size: int = 8) -> Iterator[Sequences]:
         """Yield text that is never trained on: this rank's share of about `num_tokens`, the same on
@@ -74,7 +77,9 @@ class LeasedData:
         filled up with sequences without a target to learn.
         """
         seq_len = self._text.config.data.seq_len
-        for window in heldout_windows(self._text.corpus, seq_len, num_tokens, *self._share, micro_batch=batch_size):
+        for window in heldout_windows(
+            self._text.corpus, seq_len, num_tokens, *self._share, micro_batch=batch_size
+        ):
             yield cut(window)
 
 
@@ -90,14 +95,16 @@ def data(islands: Islands, *, rank: int | None = None, num_ranks: int | None = N
     here = islands.place if rank is None or num_ranks is None else (rank, num_ranks)
     if (rank is None) != (num_ranks is None) or not 0 <= here[0] < here[1]:
         raise ConfigError(
-            f"diloco.data: got rank {rank} and num_ranks {num_ranks}; give both, with 0 <= rank < num_ranks"
+            f"diloco.data: got rank {rank} and num_ranks {num_ranks}; give both, with 0 <= rank < "
+            "num_ranks"
         )
     run = islands.config.run
     for config in (at_stage(run, number) for number in range(len(run.stages) or 1)):
         sequences = config.optimizer.tokens_per_step // config.data.seq_len
         if sequences % here[1]:
             raise ConfigError(
-                f"diloco.data: a unit has {sequences} sequences (optimizer.tokens_per_step / data.seq_len), which do "
+                f"diloco.data: a unit has {sequences} sequences (optimizer.tokens_per_step / "
+                "data.seq_len), which do "
                 f"not divide into {here[1]} equal shares; make tokens_per_step a multiple of "
                 f"{config.data.seq_len * here[1]}"
             )

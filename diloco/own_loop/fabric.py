@@ -4,7 +4,8 @@ islands = IslandsCallback("run.yaml")
 fabric = Fabric(callbacks=[islands]); fabric.launch()
 model, optimizer = fabric.setup(model, optimizer)
 fabric.load(path, {"model": model, ...})                  # if there is something to load
-scheduler = islands.follow(LambdaLR(optimizer, warm_up))  # enters the run, and continues at its step
+scheduler = islands.follow(LambdaLR(optimizer, warm_up))  # enters the run, and continues at its
+                                                          step
 for batch in islands.until_over(loader):                  # enters the run
     ...; optimizer.step()                                 # counts; launches and lands rounds
 """
@@ -58,9 +59,13 @@ class IslandsCallback:
         self._islands: Islands | None = None
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
-        """Keep the model that Fabric has set up. The run is entered later, because `fabric.load` may follow."""
+        """Keep the model that Fabric has set up. The run is entered later, because `fabric.load`
+        may follow.
+        """
         if self._module is not None and self._islands is None:
-            raise ConfigError("IslandsCallback: fabric.setup was called with two models; a run has one model")
+            raise ConfigError(
+                "IslandsCallback: fabric.setup was called with two models; a run has one model"
+            )
         self._module = module
         self._islands = None
         self._first_forward = module.register_forward_pre_hook(lambda *_: self._begin_forward())
@@ -70,9 +75,16 @@ class IslandsCallback:
         """The islands. Enters the run if that has not been done."""
         if self._islands is None:
             if self._module is None:
-                raise ConfigError("IslandsCallback: call fabric.setup(model, optimizer) before the run is entered")
+                raise ConfigError(
+                    "IslandsCallback: call fabric.setup(model, optimizer) before the run is entered"
+                )
             self._islands = Islands(
-                self._config, self._module, self._optimizer, self._overrides, state=self._state, buffers=self._buffers
+                self._config,
+                self._module,
+                self._optimizer,
+                self._overrides,
+                state=self._state,
+                buffers=self._buffers,
             )
             self._num_changes = self._count_changes()
         return self._islands
@@ -83,8 +95,10 @@ class IslandsCallback:
         if self._islands is not None and self._count_changes() != self._num_changes:
             self._islands.close("the model was changed after the run was entered")
             raise ConfigError(
-                "the model's parameters were changed after the run was entered, and the values of the run are lost: "
-                "call fabric.load after fabric.setup, and before follow, until_over and .islands of IslandsCallback"
+                "the model's parameters were changed after the run was entered, and the values of "
+                "the run are lost: "
+                "call fabric.load after fabric.setup, and before follow, until_over and .islands "
+                "of IslandsCallback"
             )
         _ = self.islands
 
@@ -126,4 +140,6 @@ class IslandsCallback:
                         return
                     yield batch
                     number += 1
-        raise ValueError("the loader has no batches left, and the run is not over: give a list or a DataLoader")
+        raise ValueError(
+            "the loader has no batches left, and the run is not over: give a list or a DataLoader"
+        )

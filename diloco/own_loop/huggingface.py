@@ -1,4 +1,5 @@
-"""Islands around Hugging Face's `Trainer`, and so around TRL's trainers: a callback. Needs `transformers`.
+"""Islands around Hugging Face's `Trainer`, and so around TRL's trainers: a callback. Needs
+`transformers`.
 
     trainer = Trainer(model, args, train_dataset=dataset, callbacks=[IslandsCallback("run.yaml")])
     trainer.train()
@@ -62,15 +63,20 @@ class IslandsCallback(TrainerCallback):
         lr_scheduler: Scheduler | None = None,
         **_: Any,
     ) -> None:
-        """Enter the run. If the trainer resumes from a checkpoint, use the outer loop's state in it.
+        """Enter the run. If the trainer resumes from a checkpoint, use the outer loop's state in
+        it.
 
         Raises ConfigError on every rank if the checkpoint has none, rather than begin a new run.
         """
         assert model is not None, "a trainer has a model"
         if hasattr(self, "islands"):
-            self.islands.close("the trainer begins again")  # An exception may have ended it, which no callback reports.
+            self.islands.close(
+                "the trainer begins again"
+            )  # An exception may have ended it, which no callback reports.
         saved = (self._state or saved_path(args, state).parent) if state.global_step else None
-        self.islands = Islands(self._config, model, optimizer, self._overrides, state=saved, buffers=self._buffers)
+        self.islands = Islands(
+            self._config, model, optimizer, self._overrides, state=saved, buffers=self._buffers
+        )
         self._tokens_before = int(state.num_input_tokens_seen)
         self._saved = (-1, {})
         self._follow(state, lr_scheduler)
@@ -90,20 +96,28 @@ class IslandsCallback(TrainerCallback):
             control.should_training_stop = True
         self._collect(args, state, control)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self._collect(args, state, control)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self._collect(args, state, control)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Write this rank's state of the outer loop beside the trainer's state. Raises ConfigError
         if it is too late.
         """
         saved = self._saved[1] if self._is_collected(state) else self._collect_late(state)
         write_state(saved, saved_path(args, state))
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self.islands.leave()
 
     def _follow(self, state: TrainerState, lr_scheduler: Scheduler | None) -> None:
@@ -116,7 +130,9 @@ class IslandsCallback(TrainerCallback):
             if lr_scheduler is not None:
                 skip_steps(lr_scheduler, num_missed, self.islands.steps)
 
-    def _collect(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def _collect(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
         """Take the state before the trainer saves the model, because this lands a round in flight,
         which changes the model.
 

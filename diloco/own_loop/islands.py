@@ -1,6 +1,7 @@
 """`diloco.Islands`: one model trained by many islands, in your own training loop.
 
-    islands = diloco.Islands("run.yaml", model, optimizer)     # begins the run, or takes the other islands' state
+    islands = diloco.Islands("run.yaml", model, optimizer)     # begins the run, or takes the other
+                                                               islands' state
     for batch in loader:
         loss = model(batch).loss; loss.backward(); optimizer.step(); optimizer.zero_grad()
         islands.step(tokens=batch.num_tokens)                  # counts; launches and lands rounds
@@ -35,7 +36,13 @@ from diloco.own_loop.network_watch import NetworkWatch
 from diloco.own_loop.own_data import OwnData, open_data
 from diloco.own_loop.records import LoopEvents, build_rounds
 from diloco.own_loop.run_config import OwnLoopConfig, read_config
-from diloco.own_loop.saved_state import SavedState, check_same_save, load_state, state_path, write_state
+from diloco.own_loop.saved_state import (
+    SavedState,
+    check_same_save,
+    load_state,
+    state_path,
+    write_state,
+)
 from diloco.participation import open_participation
 from diloco.records.kept_config import keep_config, replace_config
 from diloco.status.visitors import Equipment
@@ -79,11 +86,15 @@ class Islands:
         ranks = find_ranks()
         saved = on_every_rank(ranks, lambda: load_state(state, ranks))
         check_same_save(saved, ranks)
-        self._model = IslandModel(ranks, model, optimizer, params, read.model_rules(saved, ranks.num_ranks))
+        self._model = IslandModel(
+            ranks, model, optimizer, params, read.model_rules(saved, ranks.num_ranks)
+        )
         self._buffers = OwnBuffers(ranks, model, buffers)
         self._ranks = ranks
         description = self._model.description + self._buffers.text
-        self.config: OwnLoopConfig = read.with_model(description, ranks.num_ranks, self._model.names)
+        self.config: OwnLoopConfig = read.with_model(
+            description, ranks.num_ranks, self._model.names
+        )
         self._has_unit = False
         with ExitStack() as stack:
             self._data = open_data(self.config, stack)
@@ -94,7 +105,7 @@ class Islands:
         atexit.register(self.close)
         self._stepped_at = time.monotonic()
 
-    # -- training ---------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def step(self, tokens: int, loss: float | torch.Tensor | None = None) -> RoundReport | None:
         """Count one optimizer step, and launch and land rounds when they are due. Call it after
@@ -108,7 +119,9 @@ class Islands:
         continue, and ConfigError in a round if the model's parameters have been replaced.
         """
         if self.is_over:
-            raise RuntimeError("the island's run is over: leave the loop when islands.is_over is True")
+            raise RuntimeError(
+                "the island's run is over: leave the loop when islands.is_over is True"
+            )
         self._network.require()
         if self._data is not None:
             self._data.require_use()
@@ -120,7 +133,9 @@ class Islands:
         self._has_unit = False
         self._outer.pace.observe_step(time.monotonic() - self._stepped_at)
         sources = {} if self._data is None else self._data.take_sources()
-        self._events.write_step(self._rounds.inner_step + 1, tokens, seconds, self._model.lr, loss, sources)
+        self._events.write_step(
+            self._rounds.inner_step + 1, tokens, seconds, self._model.lr, loss, sources
+        )
         self._events.landed_report = None
         self._rounds.step(tokens)
         if self._rounds.is_over:
@@ -213,7 +228,7 @@ class Islands:
         self._data.is_used = True
         return self._data
 
-    # -- saving and leaving -----------------------------------------------------------------------------------
+    # -- saving and leaving ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state of the outer loop. Save it beside the states of the model and
@@ -232,7 +247,8 @@ class Islands:
     def save(self, folder: str | Path) -> None:
         """Write `state_dict` of every rank into a folder, a file per rank, for `state=folder`.
 
-        Every rank must call it, at the times of `state_dict`. It returns when all files are written.
+        Every rank must call it, at the times of `state_dict`. It returns when all files are
+        written.
         """
         write_state(self.state_dict(), state_path(Path(folder), self._ranks.rank))
         self._ranks.gather(None)
@@ -259,10 +275,12 @@ class Islands:
     def __enter__(self) -> "Islands":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.close("the loop has ended" if error is None else f"{type(error).__name__} in the loop")
 
-    # -- inside -----------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _open(self, stack: ExitStack) -> None:
         """Open records and connections, and build the outer loop."""
@@ -319,7 +337,8 @@ class Islands:
         """
         if self._has_unit:
             raise RuntimeError(
-                f"{what}: a unit of data was taken and its step is not counted yet; call it after islands.step"
+                f"{what}: a unit of data was taken and its step is not counted yet; call it after "
+                "islands.step"
             )
 
     def _check_params(self) -> None:
@@ -342,5 +361,7 @@ class Islands:
             self._participation.event("left", f"{cause}; {outer.position.round} rounds are done")
         else:
             outer.finish()
-            self._participation.event("left", f"the run's {self.config.run.outer.rounds} rounds are done")
+            self._participation.event(
+                "left", f"the run's {self.config.run.outer.rounds} rounds are done"
+            )
         self.close()

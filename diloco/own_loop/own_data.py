@@ -58,7 +58,8 @@ class OwnData:
         """Raise ConfigError if the loop does not train on the text that its config names."""
         if not self.is_used:
             raise ConfigError(
-                "the config sets data, and the loop does not read it: take the batches from diloco.data(islands), or "
+                "the config sets data, and the loop does not read it: take the batches from "
+                "diloco.data(islands), or "
                 "take data out of the config"
             )
 

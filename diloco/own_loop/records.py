@@ -25,8 +25,12 @@ class LoopEvents:
     are written.
     """
 
-    def __init__(self, participation: Participation, text: OwnData | None, before_round: Callable[[], None]) -> None:
-        """`text`: what the config names. `before_round` is called before the island contributes to a round."""
+    def __init__(
+        self, participation: Participation, text: OwnData | None, before_round: Callable[[], None]
+    ) -> None:
+        """`text`: what the config names. `before_round` is called before the island contributes to
+        a round.
+        """
         self._participation = participation
         self._text = text
         self._before_round = before_round
@@ -45,7 +49,9 @@ class LoopEvents:
         borders = ledger.borders
         if text is not None and text.enter_stage(borders):
             what = describe_reading(text.config)
-            self._participation.event("stage", f"{text.stage + 1} from unit {borders[-1].first}: {what}")
+            self._participation.event(
+                "stage", f"{text.stage + 1} from unit {borders[-1].first}: {what}"
+            )
 
     def launches(self, progress: Progress) -> None:
         if progress != NO_PROGRESS:
@@ -81,8 +87,10 @@ class LoopEvents:
         text = f"{why}; {self._participation.outer.position.round} rounds are done"
         if not self._has_averaged and self._participation.metrics is not None:
             problem = (
-                "nothing that this island has trained was averaged with the others: inner steps that islands.step "
-                f"counted: {self._num_steps}, and a round has {inner_steps}; call islands.step(tokens=...) after each "
+                "nothing that this island has trained was averaged with the others: inner steps "
+                "that islands.step "
+                f"counted: {self._num_steps}, and a round has {inner_steps}; call "
+                "islands.step(tokens=...) after each "
                 "optimizer.step(), until islands.is_over"
             )
             log.warning("%s", problem)
@@ -90,7 +98,13 @@ class LoopEvents:
         self._participation.event("left", text)
 
     def write_step(
-        self, number: int, tokens: int, seconds: float, lr: float, loss: float | None, sources: dict[str, int]
+        self,
+        number: int,
+        tokens: int,
+        seconds: float,
+        lr: float,
+        loss: float | None,
+        sources: dict[str, int],
     ) -> None:
         """Record inner step `number` of the run, for which this island used `tokens` tokens."""
         self.tokens += tokens
@@ -142,7 +156,9 @@ class QuorumLoopEvents:
         return self._events.why_stop(num_rounds)
 
 
-def build_rounds(participation: Participation, run: RunConfig, events: LoopEvents) -> IslandRounds | QuorumIslandRounds:
+def build_rounds(
+    participation: Participation, run: RunConfig, events: LoopEvents
+) -> IslandRounds | QuorumIslandRounds:
     """Return the object that turns the loop's steps into rounds: rounds of all islands, or of a
     quorum.
     """

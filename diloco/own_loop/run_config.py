@@ -11,17 +11,62 @@ import yaml
 
 from diloco.config.check import check_index, check_network
 from diloco.config.own_code import provide_own_code
-from diloco.config.schema import Config, IslandConfig, RunConfig, load_config, most_tokens_per_step, parse_config
+from diloco.config.schema import (
+    Config,
+    IslandConfig,
+    RunConfig,
+    load_config,
+    most_tokens_per_step,
+    parse_config,
+)
 from diloco.errors import ConfigError
 from diloco.own_loop.model.island_model import ModelRules
 from diloco.own_loop.saved_state import SavedState
 
-SECTIONS = {"name", "seed", "order_seed", "data", "stages", "outer", "optimizer", "island", "islands"}
+SECTIONS = {
+    "name",
+    "seed",
+    "order_seed",
+    "data",
+    "stages",
+    "outer",
+    "optimizer",
+    "island",
+    "islands",
+}
 OPTIMIZER_KEYS = {"tokens_per_step"}
 ISLAND_KEYS = {
-    *("name", "index", "ranks", "joins", "run_dir", "max_hours", "faults", "tensorboard", "wandb", "masters"),
-    *("bootstrap", "connect_seconds", "run_key_file", "allow", "relay", "relays", "proxy", "tls_streams"),
-    *("listen_host", "listen_port", "dht_port", "announce_host", "link_mbit", "gloo_in_public", "alerts"),
+    *(
+        "name",
+        "index",
+        "ranks",
+        "joins",
+        "run_dir",
+        "max_hours",
+        "faults",
+        "tensorboard",
+        "wandb",
+        "masters",
+    ),
+    *(
+        "bootstrap",
+        "connect_seconds",
+        "run_key_file",
+        "allow",
+        "relay",
+        "relays",
+        "proxy",
+        "tls_streams",
+    ),
+    *(
+        "listen_host",
+        "listen_port",
+        "dht_port",
+        "announce_host",
+        "link_mbit",
+        "gloo_in_public",
+        "alerts",
+    ),
 }
 DATA_ISLAND_KEYS = {"cache_dir", "data_paths", "mixture_paths", "tokenizer", "shards"}
 """Keys of an island that say where the text of `data` is, and how it is read."""
@@ -40,7 +85,9 @@ class OwnLoopConfig:
     has_data: bool = False
     """Whether the config names the text, for `diloco.data`."""
 
-    def with_model(self, params: str, num_ranks: int, names: tuple[str, ...] = ()) -> "OwnLoopConfig":
+    def with_model(
+        self, params: str, num_ranks: int, names: tuple[str, ...] = ()
+    ) -> "OwnLoopConfig":
         """Return the config with the identifier of the model's parameters and their names, and with
         the number of the island's ranks.
         """
@@ -57,10 +104,15 @@ class OwnLoopConfig:
         """Return what the config, and the saved state if there is one, say about the model."""
 
         def was_saved(description: str) -> bool:
-            return saved is not None and saved.run_hash == self.with_model(description, num_ranks).run.hash
+            return (
+                saved is not None
+                and saved.run_hash == self.with_model(description, num_ranks).run.hash
+            )
 
         averages_moments = self.run.outer.moments is not None
-        return ModelRules(averages_moments, self.island.masters, was_saved if saved is not None else None)
+        return ModelRules(
+            averages_moments, self.island.masters, was_saved if saved is not None else None
+        )
 
 
 def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> OwnLoopConfig:
@@ -74,8 +126,10 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
         parsed = parse_config(yaml.safe_dump(dict(config)), overrides, where="the config")
     elif not isinstance(config, str | Path):
         raise ConfigError(
-            f"Islands: the config is a {type(config).__name__}; allowed: a YAML file's path, or a dict with the same "
-            'content. The order is Islands(config, model, optimizer), as in Islands("run.yaml", model, optimizer)'
+            f"Islands: the config is a {type(config).__name__}; allowed: a YAML file's path, or a "
+            "dict with the same "
+            'content. The order is Islands(config, model, optimizer), as in Islands("run.yaml", '
+            "model, optimizer)"
         )
     else:
         where = str(config)
@@ -84,18 +138,24 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
     provide_own_code(parsed.run)
     run = parsed.run
     optimizer = parsed.run.optimizer
-    tokens = optimizer.tokens_per_step if "tokens_per_step" in parsed.optimizer.model_fields_set else None
+    tokens = (
+        optimizer.tokens_per_step
+        if "tokens_per_step" in parsed.optimizer.model_fields_set
+        else None
+    )
     bounded = optimizer.model_copy(update={"tokens_per_step": tokens or UNBOUNDED})
     has_data = "data" in parsed.model_fields_set
     if tokens is None and (has_data or run.outer.wait_for == "quorum"):
         what = "data" if has_data else "outer.wait_for: quorum"
         raise ConfigError(
-            f"{where}: {what} needs optimizer.tokens_per_step, from which the units of data and the length of the run "
+            f"{where}: {what} needs optimizer.tokens_per_step, from which the units of data and "
+            "the length of the run "
             "follow; set it to the tokens of one step of an island"
         )
     if has_data and tokens is not None and not run.stages and tokens % run.data.seq_len:
         raise ConfigError(
-            f"{where}: optimizer.tokens_per_step is {tokens}, which is not a multiple of data.seq_len "
+            f"{where}: optimizer.tokens_per_step is {tokens}, which is not a multiple of "
+            "data.seq_len "
             f"({run.data.seq_len}): a unit of data is whole sequences"
         )
     check_index(parsed, parsed.island.index)
@@ -111,18 +171,27 @@ def check_sections(config: Config, where: str) -> None:
     own = config.islands[index] if index < len(config.islands) else {}
     allowed = ISLAND_KEYS | (DATA_ISLAND_KEYS if "data" in config.model_fields_set else set())
     useless = sorted(config.model_fields_set - SECTIONS)
-    useless += [f"optimizer.{key}" for key in sorted(config.optimizer.model_fields_set - OPTIMIZER_KEYS)]
-    useless += [f"island.{key}" for key in sorted((config.island.model_fields_set | own.keys()) - allowed)]
+    useless += [
+        f"optimizer.{key}" for key in sorted(config.optimizer.model_fields_set - OPTIMIZER_KEYS)
+    ]
+    useless += [
+        f"island.{key}" for key in sorted((config.island.model_fields_set | own.keys()) - allowed)
+    ]
     if config.stages and "data" not in config.model_fields_set:
         useless.append("stages without data")
-    useless += [f"stages[{number}].lr" for number, stage in enumerate(config.stages) if stage.lr is not None]
+    useless += [
+        f"stages[{number}].lr" for number, stage in enumerate(config.stages) if stage.lr is not None
+    ]
     if useless:
         with_data = sorted(DATA_ISLAND_KEYS - allowed)
         more = f"; with `data` also {', '.join(with_data)}" if with_data else ""
         raise ConfigError(
-            f"{where} sets {', '.join(useless)}, which `diloco train` follows and a loop of your own does not: your "
-            "loop chooses model, optimizer, devices and checkpoints, and the learning rate of a stage by "
-            "islands.stage. Take that out; allowed: name, seed, order_seed, outer, data and stages (read by "
+            f"{where} sets {', '.join(useless)}, which `diloco train` follows and a loop of your "
+            "own does not: your "
+            "loop chooses model, optimizer, devices and checkpoints, and the learning rate of a "
+            "stage by "
+            "islands.stage. Take that out; allowed: name, seed, order_seed, outer, data and stages "
+            "(read by "
             "diloco.data), optimizer.tokens_per_step, "
             f"and of an island {', '.join(sorted(allowed))}{more}"
         )

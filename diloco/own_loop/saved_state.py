@@ -62,13 +62,20 @@ def parse_state(saved: Mapping[str, Any]) -> SavedState:
     """Return the state in a dict that `to_dict` made. Raises ConfigError for any other content."""
     try:
         if saved["version"] != VERSION:
-            raise ConfigError(f"the saved state has version {saved['version']}; this program reads {VERSION}")
-        tensors = {str(name): values for name, values in saved["tensors"].items() if isinstance(values, Tensor)}
+            raise ConfigError(
+                f"the saved state has version {saved['version']}; this program reads {VERSION}"
+            )
+        tensors = {
+            str(name): values
+            for name, values in saved["tensors"].items()
+            if isinstance(values, Tensor)
+        }
         point = _POINT.validate_python(saved["place"])
         return SavedState(saved["facts"], tensors, point, str(saved["run"]), saved.get("ranks"))
     except (KeyError, TypeError, AttributeError, ValidationError) as error:
         raise ConfigError(
-            f"`state` is not what Islands.state_dict returned ({type(error).__name__}: {error}); give this rank's"
+            f"`state` is not what Islands.state_dict returned ({type(error).__name__}: {error}); "
+            "give this rank's"
         ) from None
 
 
@@ -85,15 +92,19 @@ def load_state(state: Mapping[str, Any] | str | Path | None, ranks: RankGroup) -
         where = str(path)
         if not path.exists():
             raise ConfigError(
-                f"{path} does not exist: the folder has no state of Islands for rank {ranks.rank}. Give a folder of "
-                "Islands.save of an island with as many ranks. Without `state` (with a trainer: load the checkpoint's "
-                "model and do not resume) the island takes the state of the others, or begins a new run if it is alone"
+                f"{path} does not exist: the folder has no state of Islands for rank {ranks.rank}. "
+                "Give a folder of "
+                "Islands.save of an island with as many ranks. Without `state` (with a trainer: "
+                "load the checkpoint's "
+                "model and do not resume) the island takes the state of the others, or begins a "
+                "new run if it is alone"
             )
         state = read_state(path)
     saved = parse_state(state)
     if saved.num_ranks not in (None, ranks.num_ranks):
         raise ConfigError(
-            f"{where} is of an island of {saved.num_ranks} ranks, and this one has {ranks.num_ranks}: resume with as "
+            f"{where} is of an island of {saved.num_ranks} ranks, and this one has "
+            f"{ranks.num_ranks}: resume with as "
             "many, or without `state`, so that the island takes the state of the others"
         )
     return saved
@@ -107,7 +118,8 @@ def check_same_save(saved: SavedState | None, ranks: RankGroup) -> None:
     for rank, other in enumerate(ranks.gather(mine)):
         if other != mine:
             raise ConfigError(
-                f"the saved states of ranks {rank} and {ranks.rank} of this island are not of one save; give each rank "
+                f"the saved states of ranks {rank} and {ranks.rank} of this island are not of one "
+                "save; give each rank "
                 "the state that it saved last together with the others"
             )
 
@@ -118,8 +130,8 @@ def state_path(folder: Path, rank: int) -> Path:
 
 
 def write_state(state: Mapping[str, Any], path: Path) -> None:
-    """Write the result of `Islands.state_dict` as a safetensors file, which is there whole or not at
-    all.
+    """Write the result of `Islands.state_dict` as a safetensors file, which is there whole or not
+    at all.
     """
     rest = {key: value for key, value in state.items() if key != "tensors"}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,9 @@ def skip_steps(scheduler: Scheduler, num_steps: int, run_step: int) -> None:
     A schedule that needs a metric, such as ReduceLROnPlateau, is not changed, because it cannot be
     advanced without one.
     """
-    inner = getattr(scheduler, "scheduler", scheduler)  # accelerate's wrapper steps only together with the optimizer
+    inner = getattr(
+        scheduler, "scheduler", scheduler
+    )  # accelerate's wrapper steps only together with the optimizer
     try:
         with warnings.catch_warnings():
             # torch warns about a schedule that steps before its optimizer.

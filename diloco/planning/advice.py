@@ -92,10 +92,14 @@ def apply_changes(rung: Rung, measure: Measure, **changes: Any) -> Rung:
 
     Raises InputError if the model has too few layers or the config refuses the changes.
     """
-    outer = rung.case.outer.model_copy(update={key: value for key, value in changes.items() if "." not in key})
+    outer = rung.case.outer.model_copy(
+        update={key: value for key, value in changes.items() if "." not in key}
+    )
     if "coding.feedback" in changes:
         outer = outer.model_copy(
-            update={"coding": outer.coding.model_copy(update={"feedback": changes["coding.feedback"]})}
+            update={
+                "coding": outer.coding.model_copy(update={"feedback": changes["coding.feedback"]})
+            }
         )
     try:
         OuterConfig.model_validate_json(outer.model_dump_json())
@@ -163,7 +167,10 @@ def _sync_less(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
     inner_steps = 2 * rung.case.outer.inner_steps
     while inner_steps <= MAX_INNER_STEPS:
         longer = apply_changes(rung, measure, inner_steps=inner_steps)
-        yield max([longer, *_overlap(longer, target, measure)], key=lambda each: each.prediction.utilisation)
+        yield max(
+            [longer, *_overlap(longer, target, measure)],
+            key=lambda each: each.prediction.utilisation,
+        )
         inner_steps *= 2
 
 
@@ -172,6 +179,8 @@ def _sparsify(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
         if name in CODECS and name != rung.case.outer.codec:
             try:
                 sparse = apply_changes(rung, measure, codec=name, **{"coding.feedback": FEEDBACK})
-            except InputError:  # For example, merge.max_norm_zscore does not go with a sparse codec.
+            except (
+                InputError
+            ):  # For example, merge.max_norm_zscore does not go with a sparse codec.
                 continue
             yield sparse

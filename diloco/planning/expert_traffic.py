@@ -1,4 +1,6 @@
-"""What `diloco plan` shows of a mixture: the bytes that an island sends, by layer and group of experts."""
+"""What `diloco plan` shows of a mixture: the bytes that an island sends, by layer and group of
+experts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +20,12 @@ class SentContent:
     num_bytes: float
 
 
-def list_sent(outer: OuterConfig, specs: Sequence[ParamSpec], num_islands: int) -> list[SentContent]:
-    """Return what an island sends of a mixture: the experts of each layer, or of several layers that send
-    equally much, then one group of experts, then the rest. Empty for a model without experts.
+def list_sent(
+    outer: OuterConfig, specs: Sequence[ParamSpec], num_islands: int
+) -> list[SentContent]:
+    """Return what an island sends of a mixture: the experts of each layer, or of several layers
+    that send equally much, then one group of experts, then the rest. Empty for a model without
+    experts.
     """
     groups = group_experts(specs, outer.experts.group)
     if not groups:
@@ -34,13 +39,17 @@ def list_sent(outer: OuterConfig, specs: Sequence[ParamSpec], num_islands: int) 
     largest, num_bytes = max(by_group.items(), key=lambda each: each[1])
     return [
         *_by_layers(by_layer),
-        SentContent(f"  of it a group of {largest.num_experts} of a layer (outer.experts.group)", num_bytes),
+        SentContent(
+            f"  of it a group of {largest.num_experts} of a layer (outer.experts.group)", num_bytes
+        ),
         SentContent("all experts", of_experts),
         SentContent("everything else", sum(sent.values()) - of_experts),
     ]
 
 
-def share_of_experts(outer: OuterConfig, specs: Sequence[ParamSpec], num_islands: int) -> float | None:
+def share_of_experts(
+    outer: OuterConfig, specs: Sequence[ParamSpec], num_islands: int
+) -> float | None:
     """Return the share of experts in the bytes that an island sends; None if it sends none."""
     sent = bytes_by_tensor(outer, specs, num_islands)
     experts = sum(sent[spec.name] for spec in specs if spec.expert is not None)
@@ -55,5 +64,7 @@ def _by_layers(by_layer: dict[int, float]) -> list[SentContent]:
         if len(layers) == 1:
             rows.append(SentContent(f"experts of layer {layers[0]}", num_bytes))
         else:
-            rows.append(SentContent(f"experts of each of layers {layers[0]} to {layers[-1]}", num_bytes))
+            rows.append(
+                SentContent(f"experts of each of layers {layers[0]} to {layers[-1]}", num_bytes)
+            )
     return rows

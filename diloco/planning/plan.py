@@ -1,7 +1,7 @@
 """`diloco plan`: predict what a run costs on given links, and recommend settings.
 
-It starts no process and trains nothing. It briefly measures how fast this machine encodes and, unless the duration of
-an inner step is given, how fast it multiplies matrices.
+It starts no process and trains nothing. It briefly measures how fast this machine encodes and,
+unless the duration of an inner step is given, how fast it multiplies matrices.
 """
 
 import math
@@ -79,14 +79,25 @@ def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: C
     bits_per_second = _parse("--bandwidth", parse_bits_per_second, request.bandwidth)
     rtt_seconds = _parse("--rtt", parse_seconds, request.rtt)
     tokens = None if request.tokens is None else _parse("--tokens", parse_count, request.tokens)
-    codec_bytes = None if request.codec_speed is None else _parse("--codec-speed", parse_count, request.codec_speed)
+    codec_bytes = (
+        None
+        if request.codec_speed is None
+        else _parse("--codec-speed", parse_count, request.codec_speed)
+    )
     disk = parse_bytes("--disk", request.disk)
     if request.gpus is None and (request.watts or request.hours):
-        raise ConfigError("--watts and --hours describe the GPUs: also give --gpus, the number of GPUs in all islands")
-    islands = [build_step_plan(config.run, load_island(config, i)) for i in range(max(1, len(config.islands)))]
+        raise ConfigError(
+            "--watts and --hours describe the GPUs: also give --gpus, the number of GPUs in all "
+            "islands"
+        )
+    islands = [
+        build_step_plan(config.run, load_island(config, i))
+        for i in range(max(1, len(config.islands)))
+    ]
     step = step_time(config, islands, request)
 
-    # Imported here because these modules import torch: mistakes in flags are reported without waiting for it.
+    # Imported here because these modules import torch: mistakes in flags are reported without
+    # waiting for it.
     from diloco.planning.advice import ladder
     from diloco.planning.plan_table import Picture, print_plan
     from diloco.planning.predict import Case, LinkSpeed
@@ -125,7 +136,9 @@ def show_laws(picture: "Picture", request: PlanRequest, console: Console) -> Non
     sizes = picture.island.work.sizes
     assert request.gpus is not None, "show_laws needs --gpus"
     peaks, source = _peaks(config, request)
-    fleet = Fleet(request.gpus, sum(peaks) / len(peaks), MFU, picture.prediction.utilisation, request.watts)
+    fleet = Fleet(
+        request.gpus, sum(peaks) / len(peaks), MFU, picture.prediction.utilisation, request.watts
+    )
     tokens = picture.tokens or picture.run_tokens
     flops = tokens * flops_per_token(sizes, config.data.seq_len).total
     # The laws were fitted to dense models. By compute, a mixture of experts is a model of the size
@@ -142,10 +155,15 @@ def parse_count(text: str) -> float:
     """Parse a positive count such as `10B` (1e10). Raises ConfigError with a message that does not
     name the flag.
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?) ?([kmbgtp]?)", text.strip().lower().replace("_", ""))
+    found = re.fullmatch(
+        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?) ?([kmbgtp]?)", text.strip().lower().replace("_", "")
+    )
     value = float(found[1]) * COUNTS[found[2]] if found else 0.0
     if not 0 < value < math.inf:
-        raise ConfigError(f"got {text!r}; allowed: a count above 0, with k, M, G or B, T or P behind it, as in 10B")
+        raise ConfigError(
+            f"got {text!r}; allowed: a count above 0, with k, M, G or B, T or P behind it, as in "
+            "10B"
+        )
     return value
 
 
@@ -162,9 +180,13 @@ def step_time(config: Config, islands: list[StepPlan], request: PlanRequest) -> 
     # With a single plan or a single peak, it holds for all islands.
     plans = islands * (num_islands // len(islands))
     rates = peaks * (num_islands // len(peaks))
-    times = [compute_seconds(plan.work, tokens, rate) for plan, rate in zip(plans, rates, strict=True)]
+    times = [
+        compute_seconds(plan.work, tokens, rate) for plan, rate in zip(plans, rates, strict=True)
+    ]
     spread = max(times) / min(times) - 1 if request.spread is None else request.spread
-    return StepTime(min(times), spread, f"{source}, {MFU:.0%} of it assumed; or give --step-seconds")
+    return StepTime(
+        min(times), spread, f"{source}, {MFU:.0%} of it assumed; or give --step-seconds"
+    )
 
 
 def _peaks(config: Config, request: PlanRequest) -> tuple[list[float], str]:
@@ -189,8 +211,12 @@ def _peaks(config: Config, request: PlanRequest) -> tuple[list[float], str]:
     dtype = island.resolve_compute_dtype(device)
     peak = peak_flops(device, dtype)
     if peak is None:
-        raise ConfigError(f"this machine's {device} cannot multiply {dtype}; give --step-seconds or --flops")
-    return [peak], f"{_flops(peak)} per rank, measured on this machine's {'CPU' if device == 'cpu' else 'GPU'}"
+        raise ConfigError(
+            f"this machine's {device} cannot multiply {dtype}; give --step-seconds or --flops"
+        )
+    return [
+        peak
+    ], f"{_flops(peak)} per rank, measured on this machine's {'CPU' if device == 'cpu' else 'GPU'}"
 
 
 def _peaks_of_gpus(config: Config, request: PlanRequest) -> tuple[list[float], str]:
@@ -207,7 +233,9 @@ def _peaks_of_gpus(config: Config, request: PlanRequest) -> tuple[list[float], s
             f"islands; allowed: one kind for all islands, or {num_islands} kinds"
         )
     peaks = [_parse("--gpu", find_gpu, name.strip()).flops for name in names]
-    return peaks, " and ".join(f"{name} with {_flops(peak)}" for name, peak in zip(names, peaks, strict=True))
+    return peaks, " and ".join(
+        f"{name} with {_flops(peak)}" for name, peak in zip(names, peaks, strict=True)
+    )
 
 
 def _flops(peak: float) -> str:
@@ -230,7 +258,11 @@ def _build_measure(codec_bytes: float | None) -> "Callable[[OuterConfig], HostSp
 
     def measure(outer: OuterConfig) -> "HostSpeed":
         speed = measure_host_speed(outer)
-        return speed if codec_bytes is None else replace(speed, encode=4 / codec_bytes, decode=4 / codec_bytes)
+        return (
+            speed
+            if codec_bytes is None
+            else replace(speed, encode=4 / codec_bytes, decode=4 / codec_bytes)
+        )
 
     return measure
 

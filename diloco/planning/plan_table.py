@@ -47,7 +47,11 @@ class Picture:
     @property
     def run_tokens(self) -> float:
         """Tokens that all islands of the run train on."""
-        return self.config.run.total_steps * self.config.optimizer.tokens_per_step * self.case.num_islands
+        return (
+            self.config.run.total_steps
+            * self.config.optimizer.tokens_per_step
+            * self.case.num_islands
+        )
 
     @property
     def prediction(self) -> Prediction:
@@ -58,14 +62,22 @@ def print_plan(picture: Picture, console: Console) -> None:
     """Print the whole plan."""
     case = picture.case
     p = picture.prediction
-    link = f"{human_rate(case.link.bits_per_second)}, round trip {human_duration(case.link.rtt_seconds)}"
+    link = (
+        f"{human_rate(case.link.bits_per_second)}, round trip "
+        f"{human_duration(case.link.rtt_seconds)}"
+    )
     islands = f"{case.num_islands} island{'s' * (case.num_islands > 1)}"
     print_text(console, f"{picture.config.name}, {islands}, each on a link of {link}", "bold")
     print_text(console, header(picture.config.run, picture.island))
     print_text(console, _outer_line(picture))
-    print_text(console, f"       {human_duration(case.step_seconds)} per inner step ({picture.step_source})")
+    print_text(
+        console,
+        f"       {human_duration(case.step_seconds)} per inner step ({picture.step_source})",
+    )
     cycle = f"a cycle of {p.inner_steps} inner steps averages all parameters"
-    print_section(console, f"Computes {percent(p.utilisation)} of the time; {cycle}", terms_table(case, p))
+    print_section(
+        console, f"Computes {percent(p.utilisation)} of the time; {cycle}", terms_table(case, p)
+    )
     console.print()
     for line in notes(picture):
         print_text(console, line)
@@ -73,7 +85,9 @@ def print_plan(picture: Picture, console: Console) -> None:
         print_section(console, "What an island sends per cycle, by experts", sent)
     print_section(console, "What a rank holds on the host (estimate)", memory_table(picture))
     print_section(console, "Saving, joining and coming back", state_table(picture))
-    settings = f"Settings up to {percent(picture.target)}, line by line; bits per parameter and inner step"
+    settings = (
+        f"Settings up to {percent(picture.target)}, line by line; bits per parameter and inner step"
+    )
     print_section(console, settings, advice_table(picture))
     console.print()
     for line in assumptions(picture):
@@ -97,7 +111,9 @@ def terms_table(case: Case, prediction: Prediction) -> Table:
     table = plain_table(("",), ("seconds", "share"))
     table.add_column("")
     for name, seconds, note in _terms(case, prediction):
-        table.add_row(name, human_duration(seconds), percent(seconds / prediction.total_seconds), note)
+        table.add_row(
+            name, human_duration(seconds), percent(seconds / prediction.total_seconds), note
+        )
     table.add_row("total", human_duration(prediction.total_seconds), percent(1.0), "")
     return table
 
@@ -110,7 +126,11 @@ def _terms(case: Case, p: Prediction) -> Iterator[tuple[str, float, str]]:
     yield "inner steps", p.compute_seconds, f"{p.inner_steps} x {human_duration(case.step_seconds)}"
     yield "transfer", p.transfer_seconds, f"of {human_duration(p.busy_transfer_seconds)} for {sent}"
     yield "round trips", p.trip_seconds, f"{trips:g} x {rtt}, TCP's slow start, handling payloads"
-    yield "codec", p.codec_seconds, f"of {human_duration(p.busy_codec_seconds)} of {outer.codec}, beside the transfer"
+    yield (
+        "codec",
+        p.codec_seconds,
+        f"of {human_duration(p.busy_codec_seconds)} of {outer.codec}, beside the transfer",
+    )
     yield "outer step", p.step_seconds, "with the digest of the new state"
     yield "snapshot", p.copy_seconds, "copying local params, and writing back"
     yield "slowest island", p.spread_seconds, _spread_note(case)
@@ -119,7 +139,11 @@ def _terms(case: Case, p: Prediction) -> Iterator[tuple[str, float, str]]:
 def _spread_note(case: Case) -> str:
     if case.outer.local_steps != "fixed":
         return "makes fewer inner steps"
-    return f"its steps take {percent(case.spread)} longer" if case.spread else "equal speed assumed; see --spread"
+    return (
+        f"its steps take {percent(case.spread)} longer"
+        if case.spread
+        else "equal speed assumed; see --spread"
+    )
 
 
 def notes(picture: Picture) -> Iterator[str]:
@@ -127,15 +151,27 @@ def notes(picture: Picture) -> Iterator[str]:
     case = picture.case
     p = picture.prediction
     if p.hidden_seconds:
-        yield f"behind inner steps  {human_duration(p.hidden_seconds)} per cycle, not in the terms above"
-    bits = f"{8 * p.sent_bytes / p.num_params:.3g} bits per parameter, {p.bits_per_param_step:.3g} per inner step"
+        yield (
+            f"behind inner steps  {human_duration(p.hidden_seconds)} per cycle, not in the "
+            "terms above"
+        )
+    bits = (
+        f"{8 * p.sent_bytes / p.num_params:.3g} bits per parameter, "
+        f"{p.bits_per_param_step:.3g} per inner step"
+    )
     yield f"sent by an island   {human_bytes(p.sent_bytes)} per cycle: {bits}"
     yield f"with {_tokens(picture)}"
-    yield f"published model     {percent(published_utilisation(picture))} (2501.18512: one-way bytes, nothing else)"
+    yield (
+        f"published model     {percent(published_utilisation(picture))} (2501.18512: one-way "
+        "bytes, nothing else)"
+    )
     if p.is_codec_slower:
         busy = human_duration(p.busy_codec_seconds)
         transfer = human_duration(p.busy_transfer_seconds)
-        yield f"WARNING: {case.outer.codec} is slower than the link it serves: {busy} for {transfer} of transfer"
+        yield (
+            f"WARNING: {case.outer.codec} is slower than the link it serves: {busy} for "
+            f"{transfer} of transfer"
+        )
 
 
 def _tokens(picture: Picture) -> str:
@@ -147,7 +183,10 @@ def _tokens(picture: Picture) -> str:
     tokens = picture.tokens or picture.run_tokens
     seconds = tokens / a_cycle * p.total_seconds
     counted = f"{human_count(tokens)} tokens".ljust(13)
-    return f"{counted}  {human_duration(seconds)}, {human_count(tokens / seconds)} tokens/s in all islands"
+    return (
+        f"{counted}  {human_duration(seconds)}, {human_count(tokens / seconds)} tokens/s in "
+        "all islands"
+    )
 
 
 def published_utilisation(picture: Picture) -> float:
@@ -159,13 +198,17 @@ def published_utilisation(picture: Picture) -> float:
     num_params = num_elements(case.specs)
     # The published model counts one-way bytes only: the means of a cycle.
     bits = 8 * sum(sent.mean_bytes for sent in rounds) / num_params * outer.fragments / len(rounds)
-    model = Model(num_layers=sizes.num_layers, num_params=num_params, step_seconds=case.step_seconds)
+    model = Model(
+        num_layers=sizes.num_layers, num_params=num_params, step_seconds=case.step_seconds
+    )
     if outer.fragments == 1:
         method = diloco(model, outer.inner_steps, delay=outer.delay, bits=bits)
     else:
         pattern = "sequential" if outer.fragment_pattern == "sequential" else "strided"
         count = min(outer.fragments, sizes.num_layers)
-        method = streaming(model, outer.inner_steps, fragments=count, delay=outer.delay, bits=bits, pattern=pattern)
+        method = streaming(
+            model, outer.inner_steps, fragments=count, delay=outer.delay, bits=bits, pattern=pattern
+        )
     return float(utilisation(model, method, np.array([case.link.bits_per_second / 1e9]))[0])
 
 
@@ -178,22 +221,30 @@ def memory_table(picture: Picture) -> Table:
     island = picture.island
     case = picture.case
     first = config.for_island(0)
-    host = estimate_host_memory(config.run, first, island.device_type, case.specs, case.num_islands, island.memory)
+    host = estimate_host_memory(
+        config.run, first, island.device_type, case.specs, case.num_islands, island.memory
+    )
     for name, num_bytes in host.certain.items():
         table.add_row(name, human_bytes(num_bytes), human_bytes(num_bytes))
     for name, num_bytes in host.possible.items():
         table.add_row(name, "", human_bytes(num_bytes))
     table.add_row("together", human_bytes(host.least), human_bytes(host.estimate))
     if island.device_type != "cpu":
-        table.add_row("for comparison, an inner step on a GPU", "", human_bytes(max(e.peak for e in island.memory)))
+        table.add_row(
+            "for comparison, an inner step on a GPU",
+            "",
+            human_bytes(max(e.peak for e in island.memory)),
+        )
     return table
 
 
 def sent_table(case: Case) -> Table | None:
-    """Return a table of the bytes that an island sends of its experts; None if there are no experts or no
-    rounds of all islands.
+    """Return a table of the bytes that an island sends of its experts; None if there are no experts
+    or no rounds of all islands.
     """
-    rows = [] if case.outer.gossip is not None else list_sent(case.outer, case.specs, case.num_islands)
+    rows = (
+        [] if case.outer.gossip is not None else list_sent(case.outer, case.specs, case.num_islands)
+    )
     table = plain_table(("",), ("sent per cycle",))
     for row in rows:
         table.add_row(row.what, human_bytes(row.num_bytes))
@@ -201,7 +252,9 @@ def sent_table(case: Case) -> Table | None:
 
 
 def state_table(picture: Picture) -> Table:
-    """Return a table of the bytes of an island's state, and how long they take on the link or disk."""
+    """Return a table of the bytes of an island's state, and how long they take on the link or
+    disk.
+    """
     case = picture.case
     state = count_state_bytes(picture.config.run, case.specs, case.num_islands)
     link = case.link.bits_per_second / 8
@@ -228,7 +281,9 @@ def advice_table(picture: Picture) -> Table:
         p = rung.prediction
         added = {key: value for key, value in rung.changes.items() if before.get(key) != value}
         what = overrides_of(added) if rung.changes else "(as configured)"
-        table.add_row(percent(p.utilisation), human_bytes(p.sent_bytes), f"{p.bits_per_param_step:.3g}", what)
+        table.add_row(
+            percent(p.utilisation), human_bytes(p.sent_bytes), f"{p.bits_per_param_step:.3g}", what
+        )
         before = rung.changes
     return table
 
@@ -243,9 +298,13 @@ def verdict(picture: Picture) -> str:
     needed = needed_bandwidth(last.case, picture.target)
     if needed is None:
         return (
-            f"No setting reaches {goal}, even on a faster link: the host's work and waiting take the rest of the time"
+            f"No setting reaches {goal}, even on a faster link: the host's work and waiting "
+            "take the rest of the time"
         )
-    return f"No setting reaches {goal} on this link; the settings of the last line reach it with {human_rate(needed)}"
+    return (
+        f"No setting reaches {goal} on this link; the settings of the last line reach it with "
+        f"{human_rate(needed)}"
+    )
 
 
 def overrides_of(changes: Mapping[str, Any]) -> str:

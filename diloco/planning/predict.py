@@ -1,4 +1,5 @@
-"""Predict the compute utilisation of a run from its config: this trainer's rounds over links of a given speed.
+"""Predict the compute utilisation of a run from its config: this trainer's rounds over links of a
+given speed.
 
     inner steps  | snapshot | round: plan, reduce, vote, outer step | write back | inner steps
     with a delay | snapshot | inner steps .................... rest of it | write back | inner steps
@@ -18,7 +19,9 @@ from outer.config import OuterConfig
 from outer.cost import HostSpeed, RoundBytes, round_bytes
 
 CONTROL_TRIPS = 2.0
-"""Round trips of control messages in a round: ready, plan, vote and its receipt are half a round trip each."""
+"""Round trips of control messages in a round: ready, plan, vote and its receipt are half a round
+trip each.
+"""
 PAYLOAD_TRIPS = 1.0
 """Round trips of payloads in a round: a part goes to its reducer and its mean comes back."""
 MANY_PEERS_SHARE = 0.90
@@ -72,7 +75,9 @@ class Prediction:
     """Duration of 2 (M - 1) / M x payload in each direction for M islands, at the rate that
     payloads get."""
     trip_seconds: float
-    """Round trips of control messages and payloads, TCP's slow start, and the host's time for each payload."""
+    """Round trips of control messages and payloads, TCP's slow start, and the host's time for each
+    payload.
+    """
     codec_seconds: float
     """Encoding, decoding and merging that does not overlap with the transfer."""
     step_seconds: float
@@ -114,7 +119,9 @@ class Prediction:
 
 
 def predict(case: Case) -> Prediction:
-    """Predict a cycle term by term. Raises InputError when the model has too few layers for the fragments."""
+    """Predict a cycle term by term. Raises InputError when the model has too few layers for the
+    fragments.
+    """
     if case.outer.gossip is not None:
         # A round of gossip involves only the members of one gossip group.
         case = replace(case, num_islands=min(case.outer.gossip.group, case.num_islands))
@@ -175,11 +182,20 @@ def _round_seconds(case: Case, sent: RoundBytes) -> tuple[float, float, float, f
     # part received.
     beyond = max(codec - transfer, 0.0) + min(codec, transfer) / sent.num_parts
     step = sent.num_elements * case.speed.step / case.ranks
-    return transfer, trips + _slow_start_seconds(case, sent) + _message_seconds(case, sent), beyond, step
+    return (
+        transfer,
+        trips + _slow_start_seconds(case, sent) + _message_seconds(case, sent),
+        beyond,
+        step,
+    )
 
 
 def _transfer_seconds(case: Case, sent: RoundBytes) -> float:
-    return 0.0 if case.num_islands == 1 else 8 * (sent.most_bytes + sent.last_bytes) / _payload_rate(case)
+    return (
+        0.0
+        if case.num_islands == 1
+        else 8 * (sent.most_bytes + sent.last_bytes) / _payload_rate(case)
+    )
 
 
 def _payload_rate(case: Case) -> float:
@@ -201,7 +217,11 @@ def _message_seconds(case: Case, sent: RoundBytes) -> float:
     """
     peers = case.num_islands - 1
     per_part = 2 * peers if _is_gathered(case.outer) else 4 * peers / case.num_islands
-    return case.speed.message * (sent.num_parts * per_part / case.ranks + ROUND_MESSAGES) if peers else 0.0
+    return (
+        case.speed.message * (sent.num_parts * per_part / case.ranks + ROUND_MESSAGES)
+        if peers
+        else 0.0
+    )
 
 
 def _slow_start_seconds(case: Case, sent: RoundBytes) -> float:
@@ -226,8 +246,8 @@ def _codec_seconds(case: Case, sent: RoundBytes) -> float:
     islands = case.num_islands
     elements = sent.num_elements
     is_gathered = _is_gathered(case.outer)
-    # An island encodes its own values. As the reducer of 1/M of the parts it also decodes the values of all M islands
-    # and encodes the mean. It decodes all means.
+    # An island encodes its own values. As the reducer of 1/M of the parts it also decodes the
+    # values of all M islands and encodes the mean. It decodes all means.
     encodes = 1.0 if is_gathered else 1 + 1 / islands
     decodes = float(islands) if is_gathered else 2.0
     merges = float(islands) if is_gathered else 1.0

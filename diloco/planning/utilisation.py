@@ -1,8 +1,11 @@
-"""Compute utilisation over a link of given bandwidth, by the model in the appendix of Streaming DiLoCo (2501.18512).
+"""Compute utilisation over a link of given bandwidth, by the model in the appendix of Streaming
+DiLoCo (2501.18512).
 
-    inner step     fwd 1 .. fwd L, then from layer L to 1: gradients of its input (not for layer 1) and of its weights
+    inner step     fwd 1 .. fwd L, then from layer L to 1: gradients of its input (not for layer 1)
+                   and of its weights
     node           each of these; takes step_seconds / 3L, one after the other
-    sync           in a step that syncs a layer, its weight gradient enters the link's queue as soon as it is computed
+    sync           in a step that syncs a layer, its weight gradient enters the link's queue as soon
+                   as it is computed
     link           sends one message at a time, in order; each takes params / L x bits / bandwidth
     merge          a layer's forward waits for the layer's sync from `1 + delay` steps before
 
@@ -47,14 +50,18 @@ class Method:
 def diloco(model: Model, inner_steps: int, *, delay: int = 0, bits: float = 16.0) -> Method:
     """Sync all layers in one of `inner_steps` steps."""
     layers = tuple(range(model.num_layers))
-    return Method(inner_steps=inner_steps, fragments=(layers,), offsets=(0,), delay=delay, bits=bits)
+    return Method(
+        inner_steps=inner_steps, fragments=(layers,), offsets=(0,), delay=delay, bits=bits
+    )
 
 
 def streaming(
-    model: Model, inner_steps: int, *, fragments: int | None = None, delay: int = 0, bits: float = 16.0,
+    model: Model, inner_steps: int, *, fragments: int | None = None, delay: int = 0,
+    bits: float = 16.0,
     pattern: str = "strided",
 ) -> Method:  # fmt: skip
-    """Sync each fragment at its own step, if there are enough steps. By default fragments have three layers.
+    """Sync each fragment at its own step, if there are enough steps. By default fragments have
+    three layers.
 
     As in the paper the embedding gets a turn as well, but its bytes are not counted.
     """
@@ -67,7 +74,8 @@ def streaming(
     period = max(inner_steps // (count + 1), 1)
     offsets = tuple(i * period % inner_steps for i in range(count))
     return Method(
-        inner_steps=inner_steps, fragments=tuple(map(tuple, layer_sets)), offsets=offsets, delay=delay, bits=bits
+        inner_steps=inner_steps, fragments=tuple(map(tuple, layer_sets)), offsets=offsets,
+        delay=delay, bits=bits
     )  # fmt: skip
 
 
@@ -84,13 +92,17 @@ def utilisation(model: Model, method: Method, gbits: np.ndarray) -> np.ndarray:
             link.step(step)
         seconds = link.now - started
         # The first wait for a layer's sync may be in a later cycle than the one that sent it.
-        if cycle * method.inner_steps > method.delay + 1 and np.allclose(seconds, before, rtol=1e-9, atol=0.0):
+        if cycle * method.inner_steps > method.delay + 1 and np.allclose(
+            seconds, before, rtol=1e-9, atol=0.0
+        ):
             break
     return method.inner_steps * (3 * model.num_layers - 1) * link.node_seconds / seconds
 
 
 class _Link:
-    """A run over links of many bandwidths at once: every time is an array with one element per bandwidth."""
+    """A run over links of many bandwidths at once: every time is an array with one element per
+    bandwidth.
+    """
 
     def __init__(self, model: Model, method: Method, gbits: np.ndarray) -> None:
         self.now = np.zeros_like(gbits)
@@ -113,9 +125,13 @@ class _Link:
             return
         sent = self._due.setdefault(number + 1 + self._method.delay, {})
         ends = {self._backward_nodes(layer): layer for layer in layers}
-        self._compute(sorted(ends), lambda node: self._send(sent, ends[node]), 2 * self._num_layers - 1)
+        self._compute(
+            sorted(ends), lambda node: self._send(sent, ends[node]), 2 * self._num_layers - 1
+        )
 
-    def _compute(self, stops: Sequence[int], at_stop: Callable[[int], None], num_nodes: int) -> None:
+    def _compute(
+        self, stops: Sequence[int], at_stop: Callable[[int], None], num_nodes: int
+    ) -> None:
         """Run nodes in order, and call `at_stop` before each node (0-based) in `stops`."""
         done = 0
         for stop in stops:

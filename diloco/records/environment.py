@@ -27,7 +27,18 @@ MAX_DIFF_BYTES = 1 << 20
 GIT_SECONDS = 10.0
 MOST_NAMED = 8
 """Most packages that one warning names."""
-VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "SLURM_JOB", "HF_HUB_", "HF_DATASETS_")
+VARIABLES = (
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "SLURM_JOB",
+    "HF_HUB_",
+    "HF_DATASETS_",
+)
 """Prefixes of the environment variables that may change a result or its speed."""
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 CHECKOUT = Path(__file__).parents[2]
@@ -66,7 +77,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]
     packages = before.get("packages"), now.get("packages")
     old, new = (each if isinstance(each, dict) else {} for each in packages)
     found |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
-    return {name: f"{first} -> {second}" for name, (first, second) in found.items() if first != second}
+    return {
+        name: f"{first} -> {second}" for name, (first, second) in found.items() if first != second
+    }
 
 
 @cache
@@ -106,18 +119,28 @@ def find_packages() -> dict[str, str]:
         else:
             found.setdefault(name, number)
     if unreadable:
-        log.warning("%s lacks packages whose metadata cannot be read: %s", FILE, ", ".join(unreadable[:MOST_NAMED]))
+        log.warning(
+            "%s lacks packages whose metadata cannot be read: %s",
+            FILE,
+            ", ".join(unreadable[:MOST_NAMED]),
+        )
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 def read_name_and_version(package: Distribution) -> tuple[str, str]:
-    """A package's name and version, from the head of its metadata. Raises KeyError if one of them is missing.
+    """A package's name and version, from the head of its metadata. Raises KeyError if one of them
+    is missing.
 
-    `Distribution.metadata` would parse the whole text, with the package's description, for each package and start.
+    `Distribution.metadata` would parse the whole text, with the package's description, for each
+    package and start.
     """
     text = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
     head = text.partition("\n\n")[0]
-    fields = dict(line.split(": ", 1) for line in head.splitlines() if line.startswith(("Name: ", "Version: ")))
+    fields = dict(
+        line.split(": ", 1)
+        for line in head.splitlines()
+        if line.startswith(("Name: ", "Version: "))
+    )
     return fields["Name"], fields["Version"]
 
 
@@ -162,7 +185,9 @@ def processor_name() -> str:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of the GPUs if torch is already loaded and sees any. Starts no work on them."""
+    """Return the names of the GPUs if torch is already loaded and sees any. Starts no work on
+    them.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []

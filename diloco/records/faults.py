@@ -39,7 +39,11 @@ def read_faults(run_dir: Path) -> list[FaultRecord]:
     """Return the faults injected into the run so far, in order. Incomplete lines are ignored."""
     path = run_dir / LOG
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [record for line in lines if line.endswith("\n") and (record := parse_fault_record(line)) is not None]
+    return [
+        record
+        for line in lines
+        if line.endswith("\n") and (record := parse_fault_record(line)) is not None
+    ]
 
 
 def parse_fault_record(line: str) -> FaultRecord | None:

@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, one_line
-from diloco.records.metrics import EvalRecord, EventRecord, PauseRecord, Record, RoundRecord, StepRecord, TrafficRecord
+from diloco.records.metrics import (
+    EvalRecord,
+    EventRecord,
+    PauseRecord,
+    Record,
+    RoundRecord,
+    StepRecord,
+    TrafficRecord,
+)
 
 ENDS = ("left", "hung", "failed", "stopped", "died")
 """Names of the events with which an island's processes end."""
@@ -24,7 +32,9 @@ class IslandFigures:
     step: int = 0
     """The last inner step of the run that the island has made."""
     round: int = 0
-    """Committed rounds of the run after the island's last commit: 40 after the commit of round 39."""
+    """Committed rounds of the run after the island's last commit: 40 after the commit of round
+    39.
+    """
     num_participants: int | None = None
     """Islands in the plan of the last attempt; None before the first one."""
     committed: int = 0
@@ -32,13 +42,17 @@ class IslandFigures:
     aborted: int = 0
     """Attempts at rounds that were aborted on the island."""
     tokens: int | None = 0
-    """Tokens of all inner steps, those repeated after a stop included; None if an island's answer lacks them."""
+    """Tokens of all inner steps, those repeated after a stop included; None if an island's answer
+    lacks them.
+    """
     tokens_per_second: float | None = None
     """Of the last inner step."""
     step_seconds: float = 0.0
     reduce_seconds: float = 0.0
     wait_seconds: float = 0.0
-    """Seconds in all inner steps, in the reduces of all attempts, and waiting for other islands before them."""
+    """Seconds in all inner steps, in the reduces of all attempts, and waiting for other islands
+    before them.
+    """
     loss: float | None = None
     """Training loss of the last inner step that had one, in nats per token."""
     heldout_loss: float | None = None
@@ -86,7 +100,8 @@ class RunFigures:
 
 
 class LatestRecords:
-    """Keeps the figures of an island up to date. A Sink: takes records in the order in which they were written.
+    """Keeps the figures of an island up to date. A Sink: takes records in the order in which they
+    were written.
 
     It also has the numbers of committed rounds, (round, attempt) of aborted attempts, and trained
     tokens by source of a mixture.
@@ -101,7 +116,9 @@ class LatestRecords:
 
     def write(self, record: Record) -> None:
         """Apply the next record."""
-        self.figures = replace(self.figures, **{"last_record": record.time, "end": None} | self._changes(record))
+        self.figures = replace(
+            self.figures, **{"last_record": record.time, "end": None} | self._changes(record)
+        )
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
@@ -121,7 +138,10 @@ class LatestRecords:
             case RoundRecord():
                 return self._changes_of_round(record)
             case EvalRecord():
-                losses = {"heldout_loss": finite(record.loss), "bits_per_byte": finite(record.bits_per_byte)}
+                losses = {
+                    "heldout_loss": finite(record.loss),
+                    "bits_per_byte": finite(record.bits_per_byte),
+                }
                 return losses | {"heldout_round": record.round}
             case EventRecord():
                 text = f"{record.name}: {record.text}" if record.text else record.name
@@ -142,7 +162,11 @@ class LatestRecords:
         if record.committed:
             self.committed.add(record.round)
             is_over = (now.event or "").startswith("waiting:")
-            changes |= {"round": record.round + 1, "digest": record.digest, "event": None if is_over else now.event}
+            changes |= {
+                "round": record.round + 1,
+                "digest": record.digest,
+                "event": None if is_over else now.event,
+            }
         else:
             self.aborted.add((record.round, record.attempt))
         if record.cause:
@@ -151,11 +175,17 @@ class LatestRecords:
         return changes | {"committed": len(self.committed), "aborted": len(self.aborted)}
 
     def _count_tokens(self, record: StepRecord) -> int:
-        """Return the tokens of all steps so far. After a restart the record's own total may begin lower."""
+        """Return the tokens of all steps so far. After a restart the record's own total may begin
+        lower.
+        """
         gained = record.tokens - self._own_tokens
         self._own_tokens = record.tokens
         if gained <= 0:
-            gained = 0 if record.skipped else round(finite(record.tokens_per_second * record.seconds) or 0.0)
+            gained = (
+                0
+                if record.skipped
+                else round(finite(record.tokens_per_second * record.seconds) or 0.0)
+            )
         return (self.figures.tokens or 0) + gained
 
 
@@ -184,7 +214,9 @@ def finite(value: float | None) -> float | None:
 
 
 def cells(figures: IslandFigures, num_steps: int | None) -> dict[str, str]:
-    """Return the figures as the text of a table's cells, by column. `num_steps`: those of the whole run."""
+    """Return the figures as the text of a table's cells, by column. `num_steps`: those of the whole
+    run.
+    """
     return {
         "island": figures.name,
         "step": f"{figures.step}/{num_steps}" if num_steps else str(figures.step),

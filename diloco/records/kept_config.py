@@ -18,7 +18,9 @@ from inner.files import write_atomically
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is known of a whole run before it begins, from config.yaml and run.json in its folder."""
+    """What is known of a whole run before it begins, from config.yaml and run.json in its
+    folder.
+    """
 
     name: str
     """Its name; that of its folder if neither file can be read."""
@@ -28,7 +30,13 @@ class RunPlan:
     @property
     def num_steps(self) -> int | None:
         """Inner steps of each island in the whole run."""
-        return self.config.total_steps if self.config else self.facts.total_steps if self.facts else None
+        return (
+            self.config.total_steps
+            if self.config
+            else self.facts.total_steps
+            if self.facts
+            else None
+        )
 
     @property
     def num_rounds(self) -> int | None:
@@ -37,7 +45,9 @@ class RunPlan:
 
 
 def read_plan(run_dir: Path) -> RunPlan:
-    """Return what the files in a run's folder tell of the whole run. A damaged file tells nothing."""
+    """Return what the files in a run's folder tell of the whole run. A damaged file tells
+    nothing.
+    """
     config = facts = None
     with suppress(ConfigError):
         config = load_config(run_dir / CONFIG).run

@@ -1,4 +1,6 @@
-"""RUN_DIR/LOGBOOK.md: what happened in a run, for its operators. Each entry is one line; all islands write to it."""
+"""RUN_DIR/LOGBOOK.md: what happened in a run, for its operators. Each entry is one line; all
+islands write to it.
+"""
 
 import json
 import logging
@@ -33,11 +35,15 @@ PACKAGES = ("torch", "hivemind")
 LOCK_SECONDS = 2.0
 """Longest wait for the file's lock: a process suspended while it holds the lock stops no other."""
 IGNORED_KEYS = ("bootstrap", "faults", "joins", "index", "alerts.webhook")
-"""Keys of an island's config that launchers change at each start, and one whose value may be a secret."""
+"""Keys of an island's config that launchers change at each start, and one whose value may be a
+secret.
+"""
 
 
 class Logbook:
-    """The entries of one island. Islands on one machine, or on several with a shared file system, write to one file."""
+    """The entries of one island. Islands on one machine, or on several with a shared file system,
+    write to one file.
+    """
 
     def __init__(self, run_dir: Path, island: str) -> None:
         self.path = run_dir / LOGBOOK
@@ -48,7 +54,10 @@ class Logbook:
 
         An entry that cannot be written is logged instead, as a warning the first time in a process.
         """
-        entry = f"- {datetime.now(UTC):%Y-%m-%d %H:%M:%SZ} **{self.island}** {one_line(f'{name}: {text}')}"
+        entry = (
+            f"- {datetime.now(UTC):%Y-%m-%d %H:%M:%SZ} **{self.island}** "
+            f"{one_line(f'{name}: {text}')}"
+        )
         if len(entry) > MAX_CHARACTERS:
             entry = entry[: MAX_CHARACTERS - 3] + "..."
         try:
@@ -78,7 +87,9 @@ class Logbook:
         previous = read_start(folder)
         name = "started" if previous is None else "started again"
         by = "" if restarts == "0" else f", restart {restarts}"
-        self.note(name, f"config {run.hash}, {mesh}, on {socket.gethostname()}, {describe_software()}{by}")
+        self.note(
+            name, f"config {run.hash}, {mesh}, on {socket.gethostname()}, {describe_software()}{by}"
+        )
         last_end = ""
         if previous is not None:
             last_end = describe_end(entries) if entries else "its end is not in the logbook"
@@ -126,19 +137,25 @@ def lock_soon(file: IO) -> None:
 
 def describe_software() -> str:
     """Return the versions of Python and of the installed ones among PACKAGES, as text."""
-    found = [("Python", platform.python_version()), *((name, find_version(name)) for name in PACKAGES)]
+    found = [
+        ("Python", platform.python_version()),
+        *((name, find_version(name)) for name in PACKAGES),
+    ]
     return ", ".join(f"{name} {number}" for name, number in found if number)
 
 
 def describe_end(entries: Sequence[str]) -> str:
     """Describe how the processes that wrote these entries ended."""
-    # The launcher knows which rank ended first, and how. Without its entry the first event of ENDS is the cause: when
-    # one rank fails, the others are stopped.
+    # The launcher knows which rank ended first, and how. Without its entry the first event of ENDS
+    # is the cause: when one rank fails, the others are stopped.
     if died := next((entry for entry in entries if entry.startswith("died:")), ""):
         return f"it last ended with '{died}'"
     if end := next((entry for entry in entries if entry.split(":", 1)[0] in ENDS), ""):
         return f"it last ended with '{end}'"
-    return f"it last ended without an entry (it was killed, or its machine was lost); its last entry is '{entries[-1]}'"
+    return (
+        "it last ended without an entry (it was killed, or its machine was lost); its last "
+        f"entry is '{entries[-1]}'"
+    )
 
 
 def read_start(folder: Path) -> dict[str, Any] | None:

@@ -1,4 +1,6 @@
-"""The records of an island: one JSON object per line of metrics.jsonl, also sent to sinks. Does not import torch."""
+"""The records of an island: one JSON object per line of metrics.jsonl, also sent to sinks. Does not
+import torch.
+"""
 
 import json
 import logging
@@ -34,7 +36,9 @@ LOST = "lost"
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One inner step. `tokens` is the island's total so far; `loss` is None if it or the gradient is not finite."""
+    """One inner step. `tokens` is the island's total so far; `loss` is None if it or the gradient
+    is not finite.
+    """
 
     step: int
     tokens: int
@@ -66,17 +70,23 @@ class StepRecord:
     """For a model with experts: `sequence_loss` (1 at balance) and `router_z_loss` per token and
     layer, each if it has a weight, and `dropped`, the number of choices above the capacity."""
     depth_losses: dict[str, float] = field(default_factory=dict)
-    """With multi-token prediction: the loss of each extra depth, from 1 on. `loss` is that of the next token."""
+    """With multi-token prediction: the loss of each extra depth, from 1 on. `loss` is that of the
+    next token.
+    """
     loss_scale: float | None = None
     overflow: bool = False
-    """In float16: the factor of the losses, and whether the gradient was too large with it and was skipped."""
+    """In float16: the factor of the losses, and whether the gradient was too large with it and was
+    skipped.
+    """
     time: float = field(default_factory=time.time)
     kind: Literal["step"] = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """One attempt at a round. Byte counts are the whole process's, including the round protocol's."""
+    """One attempt at a round. Byte counts are the whole process's, including the round
+    protocol's.
+    """
 
     round: int
     attempt: int
@@ -92,7 +102,9 @@ class RoundRecord:
     cause: str | None = None
     """Why the attempt was aborted; with gossip, which islands were left out, and why."""
     is_own: bool = False
-    """With gossip: whether the digest is of this island's own global params, which differ from the others'."""
+    """With gossip: whether the digest is of this island's own global params, which differ from the
+    others'.
+    """
     steps: int = 0
     """Number of inner steps in this island's contribution."""
     tokens: int = 0
@@ -104,9 +116,13 @@ class RoundRecord:
     base: str = ""
     """Digest of the committed state before the round."""
     units: list[list[int]] = field(default_factory=list)
-    """Data units that this island's contribution was trained on, as ranges of [first, count, stride]."""
+    """Data units that this island's contribution was trained on, as ranges of [first, count,
+    stride].
+    """
     trained_units: int = 0
-    """Data units that all islands have trained in committed rounds, by the ledger after the attempt."""
+    """Data units that all islands have trained in committed rounds, by the ledger after the
+    attempt.
+    """
     open_units: int = 0
     """Data units that are leased or returned but not trained, by the same ledger."""
     listeners: tuple[str, ...] = ()
@@ -170,7 +186,9 @@ class RoundRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """Held-out loss of the global params, in nats per token. `tokens` is the sum over all islands."""
+    """Held-out loss of the global params, in nats per token. `tokens` is the sum over all
+    islands.
+    """
 
     round: int
     tokens: int
@@ -186,7 +204,9 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class PauseRecord:
-    """A time in which the island did not train, for another reason than a round or an evaluation."""
+    """A time in which the island did not train, for another reason than a round or an
+    evaluation.
+    """
 
     name: str
     """The reason: SAVING."""
@@ -198,7 +218,9 @@ class PauseRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficRecord:
-    """Bytes that rank 0 sent to other ranks of its island in one inner step, by axis of the mesh."""
+    """Bytes that rank 0 sent to other ranks of its island in one inner step, by axis of the
+    mesh.
+    """
 
     step: int
     sent: dict[str, int]
@@ -258,7 +280,9 @@ class Metrics:
         self._num_lost = 0
         self._file: RawIOBase | None = None
         self._is_inside_a_line = self._is_closed = False
-        with suppress(OSError):  # Each record tries to open it again, and the first failure is logged.
+        with suppress(
+            OSError
+        ):  # Each record tries to open it again, and the first failure is logged.
             self._open()
 
     @property
@@ -301,13 +325,23 @@ class Metrics:
 
     def _append(self, record: Record) -> None:
         try:
-            problem = "" if self._append_line(to_line(record).encode("ascii")) else "the disk is full"
+            problem = (
+                "" if self._append_line(to_line(record).encode("ascii")) else "the disk is full"
+            )
         except (OSError, TypeError, ValueError) as error:
             problem = str(error)
         if problem and self._num_lost == 0:
-            log.error("%s: cannot be written (%s): records are lost; training goes on", self._path, problem)
+            log.error(
+                "%s: cannot be written (%s): records are lost; training goes on",
+                self._path,
+                problem,
+            )
         elif not problem and self._num_lost:
-            log.warning("%s: can be written again; %d records are missing from it", self._path, self._num_lost)
+            log.warning(
+                "%s: can be written again; %d records are missing from it",
+                self._path,
+                self._num_lost,
+            )
         self._num_lost = self._num_lost + 1 if problem else 0
 
     def _append_line(self, line: bytes) -> bool:
@@ -326,7 +360,9 @@ class Metrics:
 
 
 def _warn(sink: Sink, consequence: str, error: Exception) -> None:
-    log.error("%s failed (%s: %s): it %s", type(sink).__name__, type(error).__name__, error, consequence)
+    log.error(
+        "%s failed (%s: %s): it %s", type(sink).__name__, type(error).__name__, error, consequence
+    )
 
 
 def to_line(record: Record) -> str:
@@ -336,5 +372,9 @@ def to_line(record: Record) -> str:
     """
     values = asdict(record)
     values = {key: value for key, value in values.items() if value or key not in OF_SOME_MODELS}
-    values |= {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    values |= {
+        key: None
+        for key, value in values.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
     return json.dumps(values, allow_nan=False) + "\n"

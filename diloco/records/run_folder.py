@@ -1,4 +1,5 @@
-"""Reads a run's folder, also while the run is writing it or after a kill. Importing this does not import torch.
+"""Reads a run's folder, also while the run is writing it or after a kill. Importing this does not
+import torch.
 
 runs/NAME/config.yaml  run.json  summary.json  report.html  plots/  LOGBOOK.md
           ISLAND/metrics.jsonl      baseline/metrics.jsonl
@@ -18,7 +19,15 @@ from diloco.errors import FolderInUse
 from diloco.records.faults import FaultRecord, read_faults
 from diloco.records.figures import LatestRecords
 from diloco.records.growing_file import GrowingFile
-from diloco.records.metrics import EvalRecord, EventRecord, PauseRecord, Record, RoundRecord, StepRecord, TrafficRecord
+from diloco.records.metrics import (
+    EvalRecord,
+    EventRecord,
+    PauseRecord,
+    Record,
+    RoundRecord,
+    StepRecord,
+    TrafficRecord,
+)
 from inner.errors import InputError
 from inner.files import try_lock, write_atomically
 from inner.foreign.files import read_file
@@ -76,7 +85,9 @@ class IslandRecords:
             self.latest.write(record)
 
     def add(self, record: Record) -> None:
-        """Append the record to `all`, and to `steps`, `rounds`, `evals`, `events`, `pauses` or `traffics`."""
+        """Append the record to `all`, and to `steps`, `rounds`, `evals`, `events`, `pauses` or
+        `traffics`.
+        """
         self.all.append(record)
         self.latest.write(record)
         getattr(self, f"{record.kind}s").append(record)
@@ -91,7 +102,9 @@ class IslandRecords:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The content of a run's folder, or of its folders on several clusters. `facts` is None if there is no run.json."""
+    """The content of a run's folder, or of its folders on several clusters. `facts` is None if
+    there is no run.json.
+    """
 
     run_dir: Path
     """The first folder, where reports are written."""
@@ -103,13 +116,21 @@ class RunRecords:
     @property
     def unread_islands(self) -> list[str]:
         """Islands that took part in a round but have no records in these folders."""
-        named = {name for island in self.islands for record in island.rounds for name in record.participants}
+        named = {
+            name
+            for island in self.islands
+            for record in island.rounds
+            for name in record.participants
+        }
         return sorted(named - {island.name for island in self.islands}, key=natural_key)
 
     @property
     def num_islands(self) -> int:
         """Number of islands that the run was launched with or has had, whichever is larger."""
-        return max(self.facts.num_islands if self.facts else 0, len(self.islands) + len(self.unread_islands))
+        return max(
+            self.facts.num_islands if self.facts else 0,
+            len(self.islands) + len(self.unread_islands),
+        )
 
 
 _PARSER: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
@@ -151,14 +172,31 @@ def read_run(run_dir: Path, *others: Path) -> RunRecords:
     Raises InputError if a folder holds no run or is given twice.
     """
     folders = [run_dir, *others]
-    if again := [folder for place, folder in enumerate(folders) if folder.resolve() in resolve_all(folders[:place])]:
-        raise InputError(f"{str(again[0])!r} is given twice: its islands would count twice; give each folder once")
+    if again := [
+        folder
+        for place, folder in enumerate(folders)
+        if folder.resolve() in resolve_all(folders[:place])
+    ]:
+        raise InputError(
+            f"{str(again[0])!r} is given twice: its islands would count twice; give each folder "
+            "once"
+        )
     check_one_run(folders)
     islands = [read_island(folder) for each in folders for folder in find_island_folders(each)]
-    baselines = [read_island(each / BASELINE) for each in folders if (each / BASELINE / METRICS).is_file()]
+    baselines = [
+        read_island(each / BASELINE) for each in folders if (each / BASELINE / METRICS).is_file()
+    ]
     facts = [found for each in folders if (found := read_facts(each)) is not None]
-    faults = sorted((fault for each in folders for fault in read_faults(each)), key=lambda fault: fault.time)
-    return RunRecords(run_dir, next(iter(facts), None), merge_islands(islands), next(iter(baselines), None), faults)
+    faults = sorted(
+        (fault for each in folders for fault in read_faults(each)), key=lambda fault: fault.time
+    )
+    return RunRecords(
+        run_dir,
+        next(iter(facts), None),
+        merge_islands(islands),
+        next(iter(baselines), None),
+        faults,
+    )
 
 
 def check_one_run(folders: Sequence[Path]) -> None:
@@ -172,7 +210,8 @@ def check_one_run(folders: Sequence[Path]) -> None:
         first, expected = next(iter(found.items()))
         if (run.name, run.hash) != (expected.name, expected.hash):
             raise InputError(
-                f"{str(other)!r} is of run {run.name!r} with config {run.hash[:12]}, and {str(first)!r} of run "
+                f"{str(other)!r} is of run {run.name!r} with config {run.hash[:12]}, and "
+                f"{str(first)!r} of run "
                 f"{expected.name!r} with config {expected.hash[:12]}; give the folders of one run"
             )
 
@@ -192,7 +231,8 @@ def merge_islands(islands: Sequence[IslandRecords]) -> list[IslandRecords]:
         known = merged.setdefault(island.name, IslandRecords(island.name))
         if known.spans[:1] and known.spans[:1] == island.spans[:1]:
             raise InputError(
-                f"two of the folders hold the same records of {island.name!r}: one is a copy, and its steps would "
+                f"two of the folders hold the same records of {island.name!r}: one is a copy, and "
+                "its steps would "
                 "count twice; leave it out"
             )
         for record in island.all:
@@ -206,7 +246,11 @@ def find_island_folders(run_dir: Path) -> list[Path]:
         found = sorted(entry.name for entry in run_dir.iterdir())[:8] if run_dir.is_dir() else None
         raise InputError(
             f"no run in {str(run_dir)!r}: looked for {run_dir / 'ISLAND' / METRICS}, "
-            + ("but there is no such folder" if found is None else f"found {', '.join(found) or 'nothing'}")
+            + (
+                "but there is no such folder"
+                if found is None
+                else f"found {', '.join(found) or 'nothing'}"
+            )
             + "; give the folder of one run, for example runs/quickstart"
         )
     return folders
@@ -228,7 +272,9 @@ def island_folders(run_dir: Path) -> list[Path]:
 
 def natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that compares the digits in a name as numbers."""
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
+    return [
+        (int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)
+    ]
 
 
 def write_facts(run_dir: Path, facts: RunFacts) -> None:
@@ -264,7 +310,8 @@ def hold_folder(folder: Path) -> int:
     if not try_lock(lock):
         os.close(lock)
         raise FolderInUse(
-            f"a running island uses the folder {str(folder)!r}; stop it first, or give this one another island.name, "
+            f"a running island uses the folder {str(folder)!r}; stop it first, or give this one "
+            "another island.name, "
             "island.index or island.run_dir"
         )
     return lock

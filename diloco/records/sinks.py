@@ -1,4 +1,6 @@
-"""Optional sinks for an island's records: wandb and TensorBoard. Each is imported only when the config enables it."""
+"""Optional sinks for an island's records: wandb and TensorBoard. Each is imported only when the
+config enables it.
+"""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +25,9 @@ from diloco.records.metrics import (
 NOT_SCALARS = frozenset({"time", "step", "round"})
 
 
-def build_sinks(config: IslandConfig, folder: Path, *, run_name: str, settings: Mapping[str, object]) -> list[Sink]:
+def build_sinks(
+    config: IslandConfig, folder: Path, *, run_name: str, settings: Mapping[str, object]
+) -> list[Sink]:
     """Return the sinks that the config enables. `folder`: the island's.
 
     `settings`: the resolved config. Raises ConfigError if a package that the config names is not
@@ -44,13 +48,16 @@ def build_sinks(config: IslandConfig, folder: Path, *, run_name: str, settings: 
 class WandbSink:
     """Logs to one wandb run per island. The islands of a run share a wandb group."""
 
-    def __init__(self, config: IslandConfig, folder: Path, *, run_name: str, settings: Mapping[str, object]) -> None:
+    def __init__(
+        self, config: IslandConfig, folder: Path, *, run_name: str, settings: Mapping[str, object]
+    ) -> None:
         import wandb
         from wandb.errors import UsageError
 
         assert config.wandb != "off", "no wandb sink is built when wandb is off"
         folder.mkdir(parents=True, exist_ok=True)
-        # The mode must be set for the process as well: otherwise offline runs still send wandb's own telemetry.
+        # The mode must be set for the process as well: otherwise offline runs still send wandb's
+        # own telemetry.
         wandb.setup(wandb.Settings(mode=config.wandb))
         try:
             self._run = wandb.init(
@@ -60,7 +67,9 @@ class WandbSink:
                 name=f"{run_name}/{config.label}",
                 config=dict(settings),
                 mode=config.wandb,
-                settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),
+                settings=wandb.Settings(
+                    console="off", silent=True, save_code=False, disable_git=True
+                ),
             )
         except UsageError as error:
             cure = "set island.wandb=offline, which needs neither network nor account, or off"
@@ -78,7 +87,8 @@ class WandbSink:
         import wandb
 
         self._run.finish()
-        # Offline, finish() may return before the log is on disk. This waits for the end of the service.
+        # Offline, finish() may return before the log is on disk. This waits for the end of the
+        # service.
         wandb.teardown()
 
 
@@ -109,7 +119,9 @@ def axis_of(record: StepRecord | RoundRecord | EvalRecord) -> tuple[str, int]:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Return the record's finite numbers by `kind/field`. Participants are given as their number."""
+    """Return the record's finite numbers by `kind/field`. Participants are given as their
+    number.
+    """
     numbers: dict[str, float] = {}
     for key, value in asdict(record).items():
         number = len(value) if key == "participants" else value

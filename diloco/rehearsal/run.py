@@ -1,5 +1,5 @@
-"""`diloco rehearse`: a small run with a config's own outer settings, and every fault that an operator should
-have seen once, one after another.
+"""`diloco rehearse`: a small run with a config's own outer settings, and every fault that an
+operator should have seen once, one after another.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,8 +39,13 @@ def rehearse(path: Path, overrides: list[str]) -> int:
     # The last island is put behind a NAT, so that the others reach it through a relay alone.
     can_hide = uses_relays(given) and _is_possible(partial(check_nat_possible, "a relay"))
     hidden = (len(config.islands) - 1,) if can_hide else ()
-    faults = list(planned_faults(config, can_cut=_is_possible(check_possible), has_relays=bool(hidden)))
-    console.print(f"{len(faults)} faults, one after another, each when all islands train again", soft_wrap=True)
+    faults = list(
+        planned_faults(config, can_cut=_is_possible(check_possible), has_relays=bool(hidden))
+    )
+    console.print(
+        f"{len(faults)} faults, one after another, each when all islands train again",
+        soft_wrap=True,
+    )
     disturbances = Disturbances(faults=tuple(faults), nat=hidden)
     status, run_dir = simulate_config(config, console, disturbances=disturbances, injector=OneByOne)
     if status == INTERRUPTED:
@@ -56,11 +61,15 @@ def in_the_small(config: Config) -> Config:
     """
     config = resize(config, None, None)
     if len(config.islands) < 2:
-        raise ConfigError("a rehearsal needs two islands: add entries to `islands`, or set outer.start_islands=2")
+        raise ConfigError(
+            "a rehearsal needs two islands: add entries to `islands`, or set outer.start_islands=2"
+        )
     outer = config.outer
     layers = max(2, outer.fragments)
     experts = SMALL_EXPERTS if have_own_groups(outer) else None
-    ranks = [min(MOST_RANKS, config.for_island(index).ranks) for index in range(len(config.islands))]
+    ranks = [
+        min(MOST_RANKS, config.for_island(index).ranks) for index in range(len(config.islands))
+    ]
     values = {
         "name": f"{config.name}-rehearsal",
         "model": {
@@ -72,7 +81,11 @@ def in_the_small(config: Config) -> Config:
             "experts": experts,
         },
         "data": {"source": "python-stdlib", "seq_len": 32},
-        "optimizer": {"tokens_per_step": 32 * 4 * MOST_RANKS, "warmup_steps": 0, "schedule": "constant"},
+        "optimizer": {
+            "tokens_per_step": 32 * 4 * MOST_RANKS,
+            "warmup_steps": 0,
+            "schedule": "constant",
+        },
         "outer": outer.model_dump(mode="json") | {"rounds": ROUNDS * outer.experts.every},
         "evaluate": {"every_rounds": ROUNDS, "tokens": 32},
         "island": {
@@ -90,7 +103,9 @@ def in_the_small(config: Config) -> Config:
 def uses_relays(config: Config) -> bool:
     """Return whether islands of the config are reached through a relay."""
     islands = map(config.for_island, range(len(config.islands)))
-    return config.outer.network.has_routes and (bool(config.island.relays) or any(each.relays for each in islands))
+    return config.outer.network.has_routes and (
+        bool(config.island.relays) or any(each.relays for each in islands)
+    )
 
 
 def planned_faults(config: Config, *, can_cut: bool, has_relays: bool = False) -> Iterator[str]:

@@ -29,11 +29,15 @@ class Outcome:
     hits_all: bool
     """Whether it hit all islands that were in the run."""
     itself: float | None
-    """From the fault's end (or the fault, if it has none) to the next commit of an island that it hit."""
+    """From the fault's end (or the fault, if it has none) to the next commit of an island that it
+    hit.
+    """
     aborted: int
     """Attempts at rounds that failed until the next fault."""
     apart: int
-    """Rounds that islands committed with different states until the next fault. Only a cut may do so."""
+    """Rounds that islands committed with different states until the next fault. Only a cut may do
+    so.
+    """
 
     @property
     def is_good(self) -> bool:
@@ -55,7 +59,8 @@ def print_rehearsal(run: RunRecords, console: Console) -> bool:
         console.print(line, soft_wrap=True, highlight=False)
     if disagreeing:
         console.print(
-            f"PARTICIPANTS DISAGREE in rounds {', '.join(map(str, disagreeing))}: {run.run_dir}", soft_wrap=True
+            f"PARTICIPANTS DISAGREE in rounds {', '.join(map(str, disagreeing))}: {run.run_dir}",
+            soft_wrap=True,
         )
     is_good = all(outcome.is_good for outcome in outcomes)
     return bool(outcomes) and is_good and not disagreeing and _ends_equal(run.islands)
@@ -70,11 +75,18 @@ def find_outcomes(run: RunRecords) -> list[Outcome]:
 
 def _outcome(run: RunRecords, fault: FaultRecord, until: float) -> Outcome:
     ends = [each.time for each in run.faults if each.is_end and fault.time <= each.time < until]
-    names = fault.islands if fault.kind != "join" else tuple(island.name for island in run.islands[-1:])
+    names = (
+        fault.islands if fault.kind != "join" else tuple(island.name for island in run.islands[-1:])
+    )
     hit = [island for island in run.islands if island.name in names]
     present = [island for island in run.islands if island.all and island.all[0].time < fault.time]
     others = [island for island in present if island.name not in names]
-    within = [record for island in run.islands for record in island.rounds if fault.time < record.time < until]
+    within = [
+        record
+        for island in run.islands
+        for record in island.rounds
+        if fault.time < record.time < until
+    ]
     return Outcome(
         fault=fault,
         hit=tuple(island.name for island in hit),
@@ -87,12 +99,19 @@ def _outcome(run: RunRecords, fault: FaultRecord, until: float) -> Outcome:
 
 
 def _seconds_to_commit(islands: Sequence[IslandRecords], since: float) -> float | None:
-    commits = [record for island in islands for record in island.rounds if record.committed and record.time > since]
+    commits = [
+        record
+        for island in islands
+        for record in island.rounds
+        if record.committed and record.time > since
+    ]
     return min((record.time - since for record in commits), default=None)
 
 
 def _differing_rounds(records: Sequence[RoundRecord]) -> list[int]:
-    """Return the rounds that were committed with different states. With gossip no states are equal."""
+    """Return the rounds that were committed with different states. With gossip no states are
+    equal.
+    """
     digests: dict[int, set[str]] = {}
     for record in records:
         if record.committed and not record.is_own:
@@ -101,14 +120,22 @@ def _differing_rounds(records: Sequence[RoundRecord]) -> list[int]:
 
 
 def _ends_equal(islands: Sequence[IslandRecords]) -> bool:
-    """Return whether the last committed round is the same state on all islands that have committed it."""
+    """Return whether the last committed round is the same state on all islands that have committed
+    it.
+    """
     commits = [record for island in islands for record in island.rounds if record.committed]
     last = max((record.round for record in commits), default=0)
     return not _differing_rounds([record for record in commits if record.round == last])
 
 
 def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    heads = ("what was done", "others commit after", "itself after", "failed attempts", "rounds apart")
+    heads = (
+        "what was done",
+        "others commit after",
+        "itself after",
+        "failed attempts",
+        "rounds apart",
+    )
     rows = [
         (
             _describe(outcome),
@@ -137,12 +164,15 @@ def _describe(outcome: Outcome) -> str:
 
 def _verdict(run: RunRecords, outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Yield what follows from the table, a line for each."""
-    num_rounds = len({record.round for island in run.islands for record in island.rounds if record.committed})
+    num_rounds = len(
+        {record.round for island in run.islands for record in island.rounds if record.committed}
+    )
     equal = "equal" if _ends_equal(run.islands) else "NOT EQUAL"
     yield f"{num_rounds} rounds committed; at the end the digests of all islands are {equal}"
     if any(outcome.apart for outcome in outcomes if outcome.fault.kind == "cut"):
         yield (
-            "while the link was cut, both sides went on, and the rounds of one side were thrown away afterwards; to "
+            "while the link was cut, both sides went on, and the rounds of one side were thrown "
+            "away afterwards; to "
             "let only a majority go on, set outer.quorum"
         )
     if bad := [_describe(outcome) for outcome in outcomes if not outcome.is_good]:

@@ -1,4 +1,6 @@
-"""report.html: one page that shows what a run did. The plots are files beside it, the layout is report.html.jinja."""
+"""report.html: one page that shows what a run did. The plots are files beside it, the layout is
+report.html.jinja.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +27,9 @@ MAX_FAULTS_LISTED = 200
 MAX_INCIDENTS_LISTED = 100
 SUMMARY_COLUMNS = ("", "this run", "data-parallel baseline")
 # Island names and causes of aborts come from peers: autoescape keeps them from being read as HTML.
-TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+)
 
 
 class Tile(NamedTuple):
@@ -47,7 +51,9 @@ class Figure(NamedTuple):
 
 
 class TextTable(NamedTuple):
-    """A titled table whose last two columns are running text. It is left out of the page when it has no rows."""
+    """A titled table whose last two columns are running text. It is left out of the page when it
+    has no rows.
+    """
 
     title: str
     columns: Sequence[str]
@@ -56,13 +62,18 @@ class TextTable(NamedTuple):
 
 
 def write_report(run: RunRecords, summary: Summary, out: Path | None = None) -> Path:
-    """Draw the plots, write report.html into `out`, by default the run's folder, and return its path."""
+    """Draw the plots, write report.html into `out`, by default the run's folder, and return its
+    path.
+    """
     out = out or run.run_dir
-    # Imported late because matplotlib takes a second to import, and `diloco simulate` imports this module.
+    # Imported late because matplotlib takes a second to import, and `diloco simulate` imports this
+    # module.
     from diloco.report.plots import PLOTS, write_plots
 
     notes = write_plots(run, out / PLOT_FOLDER)
-    figures = [Figure(p.title, p.caption, f"{PLOT_FOLDER}/{p.stem}.png", notes[p.stem]) for p in PLOTS]
+    figures = [
+        Figure(p.title, p.caption, f"{PLOT_FOLDER}/{p.stem}.png", notes[p.stem]) for p in PLOTS
+    ]
     path = out / REPORT
     write_atomically(path, render(run, summary, figures, out))
     return path
@@ -105,7 +116,9 @@ def _subtitle(run: RunRecords, summary: Summary) -> str:
 def _tiles(summary: Summary) -> list[Tile]:
     ratio = summary["loss_ratio"]
     traffic = traffic_ratio(summary)
-    reference = f"{(ratio - 1) * 100:+.1f} % to data-parallel" if ratio else _bigram_reference(summary)
+    reference = (
+        f"{(ratio - 1) * 100:+.1f} % to data-parallel" if ratio else _bigram_reference(summary)
+    )
     look, digests = {None: ("", UNKNOWN), True: ("good", "equal"), False: ("wrong", "DIFFERENT")}[
         summary["digests_equal"]
     ]
@@ -115,12 +128,20 @@ def _tiles(summary: Summary) -> list[Tile]:
         reference = f"mean of islands; {reference}"
     sent = total(summary["bytes_sent"])
     would_have = total(summary["data_parallel_bytes"])
-    scope = f"{human_bytes(sent)} instead of {human_bytes(would_have)}" if would_have else "by all islands together"
+    scope = (
+        f"{human_bytes(sent)} instead of {human_bytes(would_have)}"
+        if would_have
+        else "by all islands together"
+    )
     disagreeing = ", ".join(map(str, summary["rounds_disagreeing"][:8]))
     return [
         Tile("Held-out loss", human_loss(summary["final_eval_loss"]), reference),
         Tile("Bytes sent", f"{traffic:.1f}x less" if traffic else human_bytes(sent), scope),
-        Tile("Rounds committed", str(summary["rounds_committed"]), f"attempts aborted: {summary['rounds_aborted']}"),
+        Tile(
+            "Rounds committed",
+            str(summary["rounds_committed"]),
+            f"attempts aborted: {summary['rounds_aborted']}",
+        ),
         Tile(
             "Digests of all islands",
             digests,
@@ -132,7 +153,10 @@ def _tiles(summary: Summary) -> list[Tile]:
 
 def _digest_scope(summary: Summary) -> str:
     if summary["islands_unread"]:
-        return f"in every committed round, of {summary['islands_read']} of {summary['num_islands']} islands"
+        return (
+            f"in every committed round, of {summary['islands_read']} of "
+            f"{summary['num_islands']} islands"
+        )
     return "in every committed round"
 
 
@@ -145,17 +169,29 @@ def _incident_table(run: RunRecords) -> TextTable:
     account = account_of(run)
     found = find_since(account, 0.0)
     rows = [
-        (describe_time(i.time, account.last), f"{i.island or 'run'}: {i.kind}", str(i.count), i.cause, i.cure)
+        (
+            describe_time(i.time, account.last),
+            f"{i.island or 'run'}: {i.kind}",
+            str(i.count),
+            i.cause,
+            i.cure,
+        )
         for i in found[:MAX_INCIDENTS_LISTED]
     ]
     columns = ("last", "what", "times", "cause", "cure")
-    return TextTable("What happened, the worst first", columns, rows, max(len(found) - MAX_INCIDENTS_LISTED, 0))
+    return TextTable(
+        "What happened, the worst first", columns, rows, max(len(found) - MAX_INCIDENTS_LISTED, 0)
+    )
 
 
 def _fault_table(faults: Sequence[FaultRecord]) -> TextTable:
-    rows = [(human_seconds(fault.time - faults[0].time), fault.spec, fault.text) for fault in faults]
+    rows = [
+        (human_seconds(fault.time - faults[0].time), fault.spec, fault.text) for fault in faults
+    ]
     columns = ("after the first", "fault", "what happened")
-    return TextTable("Faults", columns, rows[:MAX_FAULTS_LISTED], max(len(rows) - MAX_FAULTS_LISTED, 0))
+    return TextTable(
+        "Faults", columns, rows[:MAX_FAULTS_LISTED], max(len(rows) - MAX_FAULTS_LISTED, 0)
+    )
 
 
 def _abort_table(islands: Sequence[IslandRecords]) -> TextTable:
@@ -166,7 +202,9 @@ def _abort_table(islands: Sequence[IslandRecords]) -> TextTable:
         if not record.committed
     ]
     columns = ("round", "attempt", "seen by", "cause")
-    return TextTable("Aborted attempts", columns, rows[:MAX_ABORTS_LISTED], max(len(rows) - MAX_ABORTS_LISTED, 0))
+    return TextTable(
+        "Aborted attempts", columns, rows[:MAX_ABORTS_LISTED], max(len(rows) - MAX_ABORTS_LISTED, 0)
+    )
 
 
 def _event_table(islands: Sequence[IslandRecords]) -> TextTable:

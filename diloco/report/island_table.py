@@ -31,7 +31,9 @@ def count_contributed(island: IslandRecords) -> int:
 
 
 def computing_share(island: IslandRecords) -> float | None:
-    """Return the share of the island's time in inner steps, from 0 to 1. None without inner steps."""
+    """Return the share of the island's time in inner steps, from 0 to 1. None without inner
+    steps.
+    """
     if not island.steps:
         return None
     spans = island.spans
@@ -42,7 +44,9 @@ def computing_share(island: IslandRecords) -> float | None:
 def _row(island: IslandRecords, whole: int) -> dict[str, str]:
     figures = island.latest.figures
     seconds = figures.step_seconds
-    speed = sum(s.tokens_per_second * s.seconds for s in island.steps) / seconds if seconds else None
+    speed = (
+        sum(s.tokens_per_second * s.seconds for s in island.steps) / seconds if seconds else None
+    )
     contributed = count_contributed(island)
     computing = computing_share(island)
     return {
@@ -52,7 +56,9 @@ def _row(island: IslandRecords, whole: int) -> dict[str, str]:
         "tokens": human_count(figures.tokens),
         "tokens/s": human_count(speed),
         "committed": str(figures.committed),
-        "contributed": f"{human_count(contributed)} ({contributed / whole:.1%})" if whole else UNKNOWN,
+        "contributed": f"{human_count(contributed)} ({contributed / whole:.1%})"
+        if whole
+        else UNKNOWN,
         "sent": human_bytes(figures.bytes_sent),
         "received": human_bytes(figures.bytes_received),
         "computing": UNKNOWN if computing is None else f"{computing:.0%}",

@@ -1,4 +1,6 @@
-"""The plots of the report. Each draw_* function writes a PNG, or returns a note that says why there is no data."""
+"""The plots of the report. Each draw_* function writes a PNG, or returns a note that says why there
+is no data.
+"""
 
 import bisect
 import math
@@ -27,7 +29,9 @@ FAINT_LINE = {"color": ISLAND_COLORS[0], "linewidth": 0.8, "alpha": 0.3}
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot of the report. `draw` writes it to a path and returns None, or returns a note instead."""
+    """One plot of the report. `draw` writes it to a path and returns None, or returns a note
+    instead.
+    """
 
     stem: str
     title: str
@@ -52,15 +56,33 @@ def draw_heldout(run: RunRecords, path: Path) -> str | None:
         return "No held-out loss has been recorded yet."
     figure, axes = new_axes("Held-out loss", "tokens, all islands together", "loss, nats per token")
     if theirs:
-        line = {"color": REFERENCE, "linestyle": (0, (4, 2)), "marker": "s", "markersize": 4, "linewidth": 1.8}
-        axes.plot(*zip(*theirs, strict=True), label=f"data-parallel baseline  {theirs[-1][1]:.3f}", **line)
+        line = {
+            "color": REFERENCE,
+            "linestyle": (0, (4, 2)),
+            "marker": "s",
+            "markersize": 4,
+            "linewidth": 1.8,
+        }
+        axes.plot(
+            *zip(*theirs, strict=True), label=f"data-parallel baseline  {theirs[-1][1]:.3f}", **line
+        )
     if ours:
         line = {"color": ISLAND_COLORS[0], "marker": "o", "markersize": 4.5, "linewidth": 2.4}
         islands = "island" if run.num_islands == 1 else "islands"
-        axes.plot(*zip(*ours, strict=True), label=f"{run.num_islands} {islands}  {ours[-1][1]:.3f}", **line)
+        axes.plot(
+            *zip(*ours, strict=True),
+            label=f"{run.num_islands} {islands}  {ours[-1][1]:.3f}",
+            **line,
+        )
     if run.facts and run.facts.bigram_loss is not None:
         bigram = run.facts.bigram_loss
-        axes.axhline(bigram, color=WRONG, linestyle=":", linewidth=1.8, label=f"byte bigram model  {bigram:.3f}")
+        axes.axhline(
+            bigram,
+            color=WRONG,
+            linestyle=":",
+            linewidth=1.8,
+            label=f"byte bigram model  {bigram:.3f}",
+        )
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value)))
     axes.set_xlim(left=0)
     axes.legend()
@@ -118,9 +140,17 @@ def draw_loss_line(
     smooth = moving_average(losses, len(losses) // 80)
     gaps = find_gaps([step.time for step in loss_steps(island.steps)], absences)
     if len(points) >= 40:
-        axes.plot(with_gaps(steps, gaps), with_gaps(losses, gaps), color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(
+            with_gaps(steps, gaps), with_gaps(losses, gaps), color=color, alpha=0.25, linewidth=0.8
+        )
     marker = "o" if len(points) < 40 else None
-    line = {"color": color, "linestyle": linestyle, "linewidth": 1.8, "marker": marker, "markersize": 3}
+    line = {
+        "color": color,
+        "linestyle": linestyle,
+        "linewidth": 1.8,
+        "marker": marker,
+        "markersize": 3,
+    }
     label = f"{island.name}  {smooth[-1]:.3f}"
     axes.plot(with_gaps(steps, gaps), with_gaps(smooth, gaps), label=label, **line)
     skipped = [record.step for record in island.steps if record.skipped]
@@ -131,22 +161,30 @@ def draw_loss_line(
 
 
 def draw_bytes(run: RunRecords, path: Path) -> str | None:
-    """Draw the bytes that each island has sent and those of data-parallel training, on a log scale."""
+    """Draw the bytes that each island has sent and those of data-parallel training, on a log
+    scale.
+    """
     curves = [(island, bytes_curve(island)) for island in run.islands]
     curves = [(island, curve) for island, curve in curves if curve]
     if not curves:
         return "Nothing has been sent between islands yet."
-    figure, axes = new_axes("Bytes sent by each island, so far", "inner step", "bytes sent, log scale")
+    figure, axes = new_axes(
+        "Bytes sent by each island, so far", "inner step", "bytes sent, log scale"
+    )
     if len(curves) > MAX_NAMED_ISLANDS:
         draw_bytes_of_many(axes, [curve for _, curve in curves])
     else:
         draw_bytes_by_island(axes, curves, find_absences(run))
     if run.facts and run.num_islands > 1:
-        draw_data_parallel_bytes(axes, run, max((curve[-1] for _, curve in curves), key=lambda point: point[1]))
+        draw_data_parallel_bytes(
+            axes, run, max((curve[-1] for _, curve in curves), key=lambda point: point[1])
+        )
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     # On a short axis, powers of ten alone would give at most one label.
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=12))
+    axes.yaxis.set_major_locator(
+        LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=12)
+    )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     figure.legend(loc="outside lower center", ncols=3, fontsize=10)
@@ -160,18 +198,27 @@ def draw_bytes_by_island(
 ) -> None:
     """Draw a line with a name for each island, with a gap at each absence."""
     for index, (island, curve) in enumerate(curves):
-        # Islands often send the same amount, so later lines are thinner to keep all of them visible.
+        # Islands often send the same amount, so later lines are thinner to keep all of them
+        # visible.
         width = max(4.5 - 1.5 * index, 1.2)
         label = f"{island.name}  {human_bytes(curve[-1][1])}"
         marker = "o" if len(curve) <= 30 else None
-        line = {"color": ISLAND_COLORS[index % len(ISLAND_COLORS)], "linewidth": width, "marker": marker}
-        gaps = find_gaps([record.time for record in sending_rounds(island)], absences.get(island.name, ()))
+        line = {
+            "color": ISLAND_COLORS[index % len(ISLAND_COLORS)],
+            "linewidth": width,
+            "marker": marker,
+        }
+        gaps = find_gaps(
+            [record.time for record in sending_rounds(island)], absences.get(island.name, ())
+        )
         steps, sent = (with_gaps(values, gaps) for values in zip(*curve, strict=True))
         axes.plot(steps, sent, drawstyle="steps-post", markersize=width + 1, label=label, **line)
 
 
 def draw_bytes_of_many(axes: Axes, curves: Sequence[list[tuple[int, int]]]) -> None:
-    """Draw a faint line for each island, and one label with the least and the most that an island has sent."""
+    """Draw a faint line for each island, and one label with the least and the most that an island
+    has sent.
+    """
     sent = [curve[-1][1] for curve in curves]
     label = f"each of {len(curves)} islands  {human_bytes(min(sent))} to {human_bytes(max(sent))}"
     axes.plot([], [], color=FAINT_LINE["color"], linewidth=2.4, label=label)
@@ -190,14 +237,20 @@ def draw_data_parallel_bytes(axes: Axes, run: RunRecords, last: tuple[int, int])
     axes.plot(list(steps), heights, color=REFERENCE, linestyle="--", linewidth=2, label=label)
     arrow = {"arrowstyle": "<->", "color": REFERENCE, "linewidth": 1.2, "shrinkA": 3, "shrinkB": 3}
     axes.annotate("", xy=(step, sent), xytext=(step, per_step * step), arrowprops=arrow)
-    text = f"{per_step * step / sent:.1f}x" if per_step * step < 100 * sent else f"{per_step * step / sent:.0f}x"
+    text = (
+        f"{per_step * step / sent:.1f}x"
+        if per_step * step < 100 * sent
+        else f"{per_step * step / sent:.0f}x"
+    )
     middle = (step, math.sqrt(sent * per_step * step))
     offset = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "fontweight": "bold"}
     axes.annotate(text, xy=middle, annotation_clip=False, **offset)
 
 
 def eval_curve(evals: Sequence[EvalRecord]) -> list[tuple[int, float]]:
-    """Return (tokens, loss), one point per round, even if several islands have recorded the round."""
+    """Return (tokens, loss), one point per round, even if several islands have recorded the
+    round.
+    """
     by_round = {e.round: (e.tokens, e.loss) for e in evals if e.loss is not None}
     return sorted(by_round.values())
 
@@ -215,7 +268,10 @@ def loss_points(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
 
 def find_absences(run: RunRecords) -> dict[str, list[float]]:
     """Return by island the unix times at which it went away."""
-    return {name: [each.begin for each in island.absences] for name, island in account_of(run).islands.items()}
+    return {
+        name: [each.begin for each in island.absences]
+        for name, island in account_of(run).islands.items()
+    }
 
 
 def find_gaps(times: Sequence[float], absences: Sequence[float]) -> set[int]:
@@ -234,7 +290,10 @@ def with_gaps(values: Sequence[float], gaps: set[int]) -> list[float]:
 
 def sending_rounds(island: IslandRecords) -> list[RoundRecord]:
     """Return the attempts after the first one in which the island sent anything."""
-    first = next((place for place, record in enumerate(island.rounds) if record.bytes_sent), len(island.rounds))
+    first = next(
+        (place for place, record in enumerate(island.rounds) if record.bytes_sent),
+        len(island.rounds),
+    )
     return island.rounds[first:]
 
 
@@ -267,13 +326,15 @@ PLOTS = (
     Plot(
         "training-loss",
         "Training loss",
-        "Loss of each island on its own data: raw (faint), and as a moving average over a fortieth of its steps.",
+        "Loss of each island on its own data: raw (faint), and as a moving average over a fortieth "
+        "of its steps.",
         draw_training_loss,
     ),
     Plot(
         "bytes",
         "Bytes sent",
-        "Bytes that each island's process has sent, payload and protocol, including aborted attempts. "
+        "Bytes that each island's process has sent, payload and protocol, including aborted "
+        "attempts. "
         "Data-parallel is computed: a bf16 ring all-reduce of the gradients at every inner step.",
         draw_bytes,
     ),

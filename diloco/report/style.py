@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 
 from inner.files import write_atomically
 
-# Okabe and Ito's palette, which is safe for common colour blindness. Vermillion is reserved for errors.
+# Okabe and Ito's palette, which is safe for common colour blindness. Vermillion is reserved for
+# errors.
 ISLAND_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#7A5C00")
 WRONG = "#D55E00"
 INK = "#22252B"

@@ -36,7 +36,9 @@ def summarise(run_dir: Path, *others: Path) -> Summary:
 def write_summary(run: RunRecords, out: Path | None = None) -> Summary:
     """Write summary.json into `out`, by default the run's folder, and return its contents."""
     summary = summarise_records(run)
-    write_atomically((out or run.run_dir) / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    write_atomically(
+        (out or run.run_dir) / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n"
+    )
     return summary
 
 
@@ -88,11 +90,20 @@ def training_figures(islands: Sequence[IslandRecords], disagreeing: Sequence[int
     run = combine(latest)
     figures = {each.figures.name: each.figures for each in latest}
     has_own = any(record.is_own for island in islands for record in island.rounds)
-    # With gossip each island's own params are evaluated: those evaluated after the most rounds count.
-    own = [each for each in figures.values() if has_own and each.heldout_round == run.heldout_round >= 0]
+    # With gossip each island's own params are evaluated: those evaluated after the most rounds
+    # count.
+    own = [
+        each
+        for each in figures.values()
+        if has_own and each.heldout_round == run.heldout_round >= 0
+    ]
     return {
-        "final_eval_loss": mean_of_known([each.heldout_loss for each in own]) if has_own else run.heldout_loss,
-        "final_bits_per_byte": mean_of_known([each.bits_per_byte for each in own]) if has_own else run.bits_per_byte,
+        "final_eval_loss": mean_of_known([each.heldout_loss for each in own])
+        if has_own
+        else run.heldout_loss,
+        "final_bits_per_byte": mean_of_known([each.bits_per_byte for each in own])
+        if has_own
+        else run.bits_per_byte,
         "final_eval_losses": {each.name: each.heldout_loss for each in own} if has_own else None,
         "final_source_losses": find_source_losses(islands),
         "eval_losses": mean_eval_losses(islands),
@@ -123,26 +134,36 @@ def noise_figures(islands: Sequence[IslandRecords]) -> Summary:
     measured = [step for half in halves for step in half[len(half) // 2 :]]
     signal = mean_of_known([step.noise_scale["signal"] for step in measured])
     noise = mean_of_known([step.noise_scale["noise"] for step in measured])
-    step_tokens = [(island.latest.figures.tokens or 0) / len(island.steps) for island in islands if island.steps]
-    scale = noise / signal if signal is not None and noise is not None and min(signal, noise) > 0 else None
+    step_tokens = [
+        (island.latest.figures.tokens or 0) / len(island.steps)
+        for island in islands
+        if island.steps
+    ]
+    scale = (
+        noise / signal
+        if signal is not None and noise is not None and min(signal, noise) > 0
+        else None
+    )
     return {"noise_scale": scale, "step_tokens": sum(step_tokens) or None}
 
 
 def expert_figures(islands: Sequence[IslandRecords]) -> Summary:
-    """Return the mean load of the fullest expert by layer, over the second half of the steps, and the
-    number of dropped choices. Empty and None for a model without experts.
+    """Return the mean load of the fullest expert by layer, over the second half of the steps, and
+    the number of dropped choices. Empty and None for a model without experts.
     """
     halves = [[s for s in island.steps if s.expert_loads] for island in islands]
     late = [step for half in halves for step in half[len(half) // 2 :]]
     layers = dict.fromkeys(layer for step in late for layer in step.expert_loads)
-    loads = {layer: mean_of_known([step.expert_loads.get(layer) for step in late]) for layer in layers}
+    loads = {
+        layer: mean_of_known([step.expert_loads.get(layer) for step in late]) for layer in layers
+    }
     dropped = sum(step.routing.get("dropped", 0) for half in halves for step in half)
     return {"expert_loads": loads, "experts_dropped": int(dropped) if late else None}
 
 
 def find_expert_share(config: RunConfig | None, num_islands: int) -> float | None:
-    """Return the share of experts in the bytes that an island sends, by formula. None without experts, and
-    if config or vocabulary are not known.
+    """Return the share of experts in the bytes that an island sends, by formula. None without
+    experts, and if config or vocabulary are not known.
     """
     if config is None or config.outer.gossip is not None or count_experts_per_token(config) == 0:
         return None
@@ -151,7 +172,9 @@ def find_expert_share(config: RunConfig | None, num_islands: int) -> float | Non
     # Imported here because it imports torch, which a summary of a dense model does not need.
     from diloco.planning.expert_traffic import share_of_experts
 
-    return share_of_experts(config.outer, model_specs(config, config.model.vocab_size or BYTE_VOCAB_SIZE), num_islands)
+    return share_of_experts(
+        config.outer, model_specs(config, config.model.vocab_size or BYTE_VOCAB_SIZE), num_islands
+    )
 
 
 def count_committed_steps(islands: Sequence[IslandRecords]) -> Summary:
@@ -160,7 +183,9 @@ def count_committed_steps(islands: Sequence[IslandRecords]) -> Summary:
     Return their ratio, too, None if not recorded.
     """
     trained = sum(len(island.steps) for island in islands)
-    committed = sum(record.steps for island in islands for record in island.rounds if record.committed)
+    committed = sum(
+        record.steps for island in islands for record in island.rounds if record.committed
+    )
     share = committed / trained if trained and committed else None
     return {"steps_trained": trained, "steps_committed": committed, "committed_share": share}
 
@@ -171,7 +196,9 @@ def find_source_losses(islands: Sequence[IslandRecords]) -> dict[str, float | No
     Empty without a mixture.
     """
     found: dict[str, float | None] = {}
-    for record in sorted((e for island in islands for e in island.evals), key=lambda e: (e.round, e.time)):
+    for record in sorted(
+        (e for island in islands for e in island.evals), key=lambda e: (e.round, e.time)
+    ):
         found.update(record.source_losses)
     return found
 

@@ -10,7 +10,9 @@ from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, hum
 from diloco.report.summary import Summary, total, traffic_ratio
 
 SummaryRow = tuple[str, str, str]
-"""Name of the figure, its value in this run, and in the baseline (empty if the baseline has no such figure)."""
+"""Name of the figure, its value in this run, and in the baseline (empty if the baseline has no such
+figure).
+"""
 
 
 def summary_rows(summary: Summary) -> list[SummaryRow]:
@@ -72,7 +74,8 @@ def _training_figures(figures: Summary) -> dict[str, str]:
         "Held-out loss (nats per token)": human_loss(figures["final_eval_loss"]),
         "Bits per byte": UNKNOWN if bits is None else f"{bits:.4f}",
         "Tokens": human_count(figures["tokens"]),
-        "Inner steps of all (skipped)": f"{total(figures['steps'])} ({total(figures['skipped_steps'])})",
+        "Inner steps of all (skipped)": f"{total(figures['steps'])} "
+        f"({total(figures['skipped_steps'])})",
         "Wall time": human_seconds(figures["seconds"]),
     }
 
@@ -104,7 +107,8 @@ def _traffic_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "On the wire, headers and all", human_bytes(total(summary["wire_bytes_sent"]))
     for name, axes in summary["inner_traffic"].items():
         told = [
-            f"{axis} {human_bytes(sent)} (planned {human_bytes(planned)})" for axis, (sent, planned) in axes.items()
+            f"{axis} {human_bytes(sent)} (planned {human_bytes(planned)})"
+            for axis, (sent, planned) in axes.items()
         ]
         yield f"Rank 0 of {name} sent per inner step", ", ".join(told)
     if summary["links"] is not None:
@@ -116,12 +120,21 @@ def _data_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary["committed_share"] is not None:
         yield "Inner steps in committed rounds", f"{summary['committed_share'] * 100:.1f} %"
     if losses := summary.get("final_source_losses"):
-        yield "Held-out loss by source", ", ".join(f"{name} {human_loss(loss)}" for name, loss in losses.items())
+        yield (
+            "Held-out loss by source",
+            ", ".join(f"{name} {human_loss(loss)}" for name, loss in losses.items()),
+        )
     if summary["noise_scale"] is not None:
         step = human_count(summary["step_tokens"])
-        yield "Gradient noise scale", f"{human_count(summary['noise_scale'])} tokens (a step of all islands: {step})"
+        yield (
+            "Gradient noise scale",
+            f"{human_count(summary['noise_scale'])} tokens (a step of all islands: {step})",
+        )
     if loads := summary.get("expert_loads"):
-        yield "Load of the fullest expert by layer", ", ".join(f"{layer}: {load:.2f}" for layer, load in loads.items())
+        yield (
+            "Load of the fullest expert by layer",
+            ", ".join(f"{layer}: {load:.2f}" for layer, load in loads.items()),
+        )
     if summary.get("experts_dropped"):
         yield "Choices above the experts' capacity", f"{summary['experts_dropped']:,}"
     if summary["source_tokens"]:
@@ -134,20 +147,32 @@ def _data_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 def _fault_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield the islands that were missing, and the faults that were inflicted."""
     if gone := summary["islands_gone"]:
-        yield "Islands that did not come back", ", ".join(f"{name} ({cause[:60]})" for name, cause in gone.items())
+        yield (
+            "Islands that did not come back",
+            ", ".join(f"{name} ({cause[:60]})" for name, cause in gone.items()),
+        )
     if late := summary["islands_late"]:
         yield "Joined late", ", ".join(f"{name} at round {number}" for name, number in late.items())
     if missed := summary["rounds_left_out"]:
-        yield "Present, but left out of rounds", ", ".join(f"{name} {number}" for name, number in missed.items())
+        yield (
+            "Present, but left out of rounds",
+            ", ".join(f"{name} {number}" for name, number in missed.items()),
+        )
     if summary["faults"]:
-        yield "Faults inflicted", ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
+        yield (
+            "Faults inflicted",
+            ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items())),
+        )
 
 
 def _data_parallel_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     would_have = total(summary["data_parallel_bytes"])
     if would_have is not None:
         ratio = traffic_ratio(summary)
-        yield "Data-parallel (bf16) would send", human_bytes(would_have) + (f" ({ratio:.1f}x)" if ratio else "")
+        yield (
+            "Data-parallel (bf16) would send",
+            human_bytes(would_have) + (f" ({ratio:.1f}x)" if ratio else ""),
+        )
 
 
 def _format_shares(tokens: dict[str, int]) -> str:

@@ -49,7 +49,11 @@ class Segment:
 
 def find_segments(island: IslandRecords) -> list[Segment]:
     """Return all activities of an island, inner steps first."""
-    evaluations = [Segment("evaluating", each.time - each.seconds, each.time) for each in island.evals if each.seconds]
+    evaluations = [
+        Segment("evaluating", each.time - each.seconds, each.time)
+        for each in island.evals
+        if each.seconds
+    ]
     saves = [Segment("saving", each.time - each.seconds, each.time) for each in island.pauses]
     return (
         merge_steps(island.steps)
@@ -91,7 +95,9 @@ def round_segments(record: RoundRecord) -> list[Segment]:
 
 
 def draw_timeline(run: RunRecords, path: Path) -> str | None:
-    """Draw one lane per island with its inner steps, waits, reduces and aborted attempts, and a tick at each commit."""
+    """Draw one lane per island with its inner steps, waits, reduces and aborted attempts, and a
+    tick at each commit.
+    """
     spans = [span for island in run.islands for span in island.spans]
     if not spans:
         return "No island has recorded anything yet."
@@ -99,18 +105,36 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
     last = max(end for _, end in spans)
     unit, unit_seconds = time_unit(last - origin)
     figure, axes = new_axes(
-        "What each island did", f"{unit} since the first inner step began", "", height=figure_height(run)
+        "What each island did",
+        f"{unit} since the first inner step began",
+        "",
+        height=figure_height(run),
     )
     account = account_of(run)
     for lane, island in enumerate(run.islands):
         draw_lane(axes, island, lane, lambda seconds: (seconds - origin) / unit_seconds)
-        label_events(axes, island, lane, lambda seconds: (seconds - origin) / unit_seconds, last - origin)
+        label_events(
+            axes, island, lane, lambda seconds: (seconds - origin) / unit_seconds, last - origin
+        )
         share = computing_share(island)
         if share is not None:
-            right = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 10}
+            right = {
+                "xytext": (6, 0),
+                "textcoords": "offset points",
+                "va": "center",
+                "fontsize": 10,
+            }
             text = f"{share * 100:.0f} % computing"
-            axes.annotate(text, xy=((last - origin) / unit_seconds, lane), annotation_clip=False, **right)
-        mark_absences(axes, account.islands[island.name], lane, lambda seconds: (seconds - origin) / unit_seconds, last)
+            axes.annotate(
+                text, xy=((last - origin) / unit_seconds, lane), annotation_clip=False, **right
+            )
+        mark_absences(
+            axes,
+            account.islands[island.name],
+            lane,
+            lambda seconds: (seconds - origin) / unit_seconds,
+            last,
+        )
     label_commits(axes, run, lambda seconds: (seconds - origin) / unit_seconds)
     mark_faults(axes, run, lambda seconds: (seconds - origin) / unit_seconds)
     axes.set_yticks(range(len(run.islands)), [island.name for island in run.islands])
@@ -133,7 +157,9 @@ def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float]
         look = {"facecolor": color, "edgecolor": color, "linewidth": 0.7}
         if activity == "aborted":
             look |= {"hatch": "////", "edgecolor": "white", "zorder": 3}
-            axes.broken_barh(bars, (lane - 0.3, 0.6), facecolor=color, edgecolor=color, linewidth=1.0, zorder=3)
+            axes.broken_barh(
+                bars, (lane - 0.3, 0.6), facecolor=color, edgecolor=color, linewidth=1.0, zorder=3
+            )
         axes.broken_barh(bars, (lane - 0.3, 0.6), **look)
 
 
@@ -147,7 +173,15 @@ def label_events(
         # `left`.
         if event.name == "account":
             continue
-        axes.plot([at(event.time)], [lane + 0.36], marker="^", color=INK, markersize=5, clip_on=False, zorder=4)
+        axes.plot(
+            [at(event.time)],
+            [lane + 0.36],
+            marker="^",
+            color=INK,
+            markersize=5,
+            clip_on=False,
+            zorder=4,
+        )
         if event.time - labelled < LABEL_SHARE * span_seconds:
             continue
         labelled = event.time
@@ -155,27 +189,46 @@ def label_events(
         axes.annotate(event.name[:24], xy=(at(event.time), lane + 0.38), **below)
 
 
-def mark_absences(axes: Axes, island: IslandAccount, lane: int, at: Callable[[float], float], last: float) -> None:
-    """Draw a dashed frame for each time in which an island had no processes, and a thick line where it ended."""
+def mark_absences(
+    axes: Axes, island: IslandAccount, lane: int, at: Callable[[float], float], last: float
+) -> None:
+    """Draw a dashed frame for each time in which an island had no processes, and a thick line where
+    it ended.
+    """
     for absence in island.absences:
         end = last if absence.end is None else absence.end
         if end <= absence.begin:
             continue
         color = WRONG if absence.is_failure else REFERENCE
         look = {"facecolor": "none", "edgecolor": color, "linestyle": (0, (3, 3)), "linewidth": 0.8}
-        axes.broken_barh([(at(absence.begin), at(end) - at(absence.begin))], (lane - 0.3, 0.6), **look)
-        axes.vlines([at(absence.begin)], lane - 0.36, lane + 0.36, color=color, linewidth=2.5, zorder=5)
+        axes.broken_barh(
+            [(at(absence.begin), at(end) - at(absence.begin))], (lane - 0.3, 0.6), **look
+        )
+        axes.vlines(
+            [at(absence.begin)], lane - 0.36, lane + 0.36, color=color, linewidth=2.5, zorder=5
+        )
 
 
 def label_commits(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> None:
-    """Draw a tick above the lane of each island that committed, and the round's number above all lanes."""
+    """Draw a tick above the lane of each island that committed, and the round's number above all
+    lanes.
+    """
     last_commit: dict[int, float] = {}
     for lane, island in enumerate(run.islands):
         times = [record.time for record in island.rounds if record.committed]
-        axes.vlines([at(time) for time in times], lane - 0.44, lane - 0.32, color=INK, linewidth=1.3, zorder=4)
+        axes.vlines(
+            [at(time) for time in times],
+            lane - 0.44,
+            lane - 0.32,
+            color=INK,
+            linewidth=1.3,
+            zorder=4,
+        )
         for record in island.rounds:
             if record.committed:
-                last_commit[record.round] = max(record.time, last_commit.get(record.round, record.time))
+                last_commit[record.round] = max(
+                    record.time, last_commit.get(record.round, record.time)
+                )
     stride = math.ceil(len(last_commit) / MAX_ROUND_LABELS) or 1
     for number in sorted(last_commit)[::stride]:
         place = (at(last_commit[number]), -0.5)
@@ -183,30 +236,64 @@ def label_commits(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> 
 
 
 def mark_faults(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> None:
-    """Draw a cross with the fault's kind in the lane of each affected island, or above all lanes if there is none."""
+    """Draw a cross with the fault's kind in the lane of each affected island, or above all lanes if
+    there is none.
+    """
     lanes_of = {island.name: lane for lane, island in enumerate(run.islands)}
     for fault in run.faults:
         affected = [lanes_of[name] for name in fault.islands if name in lanes_of] or [-0.55]
         for lane in [] if fault.is_end else affected:
-            look = {"marker": "X", "color": WRONG, "markeredgecolor": "white", "markersize": 9, "zorder": 6}
+            look = {
+                "marker": "X",
+                "color": WRONG,
+                "markeredgecolor": "white",
+                "markersize": 9,
+                "zorder": 6,
+            }
             axes.plot([at(fault.time)], [lane], **look)
-            below = {"xytext": (0, -6), "textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 8.5}
+            below = {
+                "xytext": (0, -6),
+                "textcoords": "offset points",
+                "ha": "center",
+                "va": "top",
+                "fontsize": 8.5,
+            }
             axes.annotate(fault.kind, xy=(at(fault.time), lane), color=WRONG, zorder=6, **below)
 
 
 def activity_legend(*, has_faults: bool) -> list[Patch | Line2D]:
     """Return the legend entries of the timeline."""
-    handles: list[Patch | Line2D] = [Patch(color=color, label=activity) for activity, color in ACTIVITY_COLORS.items()]
+    handles: list[Patch | Line2D] = [
+        Patch(color=color, label=activity) for activity, color in ACTIVITY_COLORS.items()
+    ]
     handles[-1] = Patch(facecolor=WRONG, edgecolor="white", hatch="////", label="aborted attempt")
-    tick = {"color": INK, "marker": "|", "linestyle": "none", "markersize": 9, "markeredgewidth": 1.5}
-    cross = {"color": WRONG, "marker": "X", "linestyle": "none", "markeredgecolor": "white", "markersize": 9}
+    tick = {
+        "color": INK,
+        "marker": "|",
+        "linestyle": "none",
+        "markersize": 9,
+        "markeredgewidth": 1.5,
+    }
+    cross = {
+        "color": WRONG,
+        "marker": "X",
+        "linestyle": "none",
+        "markeredgecolor": "white",
+        "markersize": 9,
+    }
     handles.append(Line2D([], [], label="commit, its round above", **tick))
     return [*handles, Line2D([], [], label="fault inflicted", **cross)] if has_faults else handles
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
     """Return the name of the time axis's unit and its length in seconds."""
-    return ("seconds", 1.0) if seconds < 600 else ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
+    return (
+        ("seconds", 1.0)
+        if seconds < 600
+        else ("minutes", 60.0)
+        if seconds < 3 * 3600
+        else ("hours", 3600.0)
+    )
 
 
 def figure_height(run: RunRecords) -> float:

@@ -1,5 +1,5 @@
-"""Notices buffers of a user's model that change during training and that nobody has named, so that each
-island has its own.
+"""Notices buffers of a user's model that change during training and that nobody has named, so that
+each island has its own.
 """
 
 import logging
@@ -32,13 +32,15 @@ class BufferWatch:
         if self._looks_left == 0:
             return
         self._looks_left -= 1
-        # The count of a tensor's writes does not tell: batch_norm writes its statistics without counting.
+        # The count of a tensor's writes does not tell: batch_norm writes its statistics without
+        # counting.
         changed = [buffer.name for buffer, digest in self._digests if _digest(buffer) != digest]
         if changed:
             self._looks_left = 0
             more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
             log.warning(
-                "buffers of the model change during training, and each island has its own: %s%s. If they should be "
+                "buffers of the model change during training, and each island has its own: %s%s. "
+                "If they should be "
                 "the same, %s",
                 ", ".join(changed[:NAMED]),
                 more,

@@ -45,7 +45,9 @@ def data_of(run: RunConfig, island: IslandConfig) -> DataConfig:
     if island.data_paths is not None:
         change |= _at_places(data, island.data_paths, "island.data_paths")
     if island.mixture_paths:
-        change["mixture"] = tuple(_moved(entry, island.mixture_paths.get(entry.name)) for entry in data.mixture)
+        change["mixture"] = tuple(
+            _moved(entry, island.mixture_paths.get(entry.name)) for entry in data.mixture
+        )
     try:
         return data.model_copy(update=change).of_island(island.label)
     except ValueError as error:
@@ -63,7 +65,10 @@ def _at_places(source: SourceConfig, places: tuple[str, ...], key: str) -> dict[
     if source.source != "huggingface":
         return {"paths": list(places)}
     if len(places) != 1 or not home_path(places[0], key).is_dir():
-        raise ConfigError(f"{key}: got {list(places)}; a dataset of Hugging Face is in one folder: name that folder")
+        raise ConfigError(
+            f"{key}: got {list(places)}; a dataset of Hugging Face is in one folder: name that "
+            "folder"
+        )
     return {"dataset": places[0]}
 
 
@@ -79,12 +84,17 @@ def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
         corpus = open_streamed(data, cache_dir, stream_options(island))
     else:
         corpus = prepare_corpus(data, cache_dir)
-    texts = [mark_own(text, entry, island.label) for text, entry in zip(corpus.texts, data.mixture, strict=False)]
+    texts = [
+        mark_own(text, entry, island.label)
+        for text, entry in zip(corpus.texts, data.mixture, strict=False)
+    ]
     return replace(corpus, texts=tuple(texts) or corpus.texts)
 
 
 @contextmanager
-def loading_corpus(config: RunConfig, island: IslandConfig) -> "Iterator[tuple[Corpus, Callable[[], Corpus]]]":
+def loading_corpus(
+    config: RunConfig, island: IslandConfig
+) -> "Iterator[tuple[Corpus, Callable[[], Corpus]]]":
     """Yield what the model must know of the island's text, and a function that waits for the whole
     corpus.
 
@@ -100,7 +110,11 @@ def loading_corpus(config: RunConfig, island: IslandConfig) -> "Iterator[tuple[C
     loading: Future[Corpus] = Future()
     # A daemon thread, because a store may be silent for minutes and a failed island must not wait
     # for it.
-    Thread(target=lambda: _fulfil(loading, partial(load_corpus, config, island)), name="text", daemon=True).start()
+    Thread(
+        target=lambda: _fulfil(loading, partial(load_corpus, config, island)),
+        name="text",
+        daemon=True,
+    ).start()
     try:
         yield without_texts(data), loading.result
     finally:

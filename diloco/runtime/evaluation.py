@@ -20,8 +20,12 @@ MAX_KEPT = 16
 other; with gossip each island has its own params to evaluate."""
 
 
-def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_number: int, tokens: int) -> EvalRecord:
-    """Compute the held-out loss of the trainer's current params, and of each source. Every rank must call it."""
+def evaluate_heldout(
+    config: RunConfig, trainer: Trainer, corpus: Corpus, round_number: int, tokens: int
+) -> EvalRecord:
+    """Compute the held-out loss of the trainer's current params, and of each source. Every rank
+    must call it.
+    """
     began = time.monotonic()
     seq_len = config.data.seq_len
     wanted = config.evaluate.tokens
@@ -31,7 +35,12 @@ def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_
     # gets a loss of its own.
     counts = [counts_of.get(text, 0) for text in corpus.texts]
     sums = [
-        _sum_losses(config, trainer, replace(corpus, texts=(text,)), count or _windows_beside(text, seq_len, wanted))
+        _sum_losses(
+            config,
+            trainer,
+            replace(corpus, texts=(text,)),
+            count or _windows_beside(text, seq_len, wanted),
+        )
         for text, count in zip(corpus.texts, counts, strict=True)
     ]
     counted = [each for each, count in zip(sums, counts, strict=True) if count]
@@ -56,7 +65,8 @@ def mean_loss(sums: Sequence[tuple[float, int]], wanted: int) -> float:
     """
     if not (targets := sum(number for _, number in sums)):
         raise InputError(
-            f"evaluate.tokens={wanted}: this number of held-out tokens contains no target to learn, such as the "
+            f"evaluate.tokens={wanted}: this number of held-out tokens contains no target to "
+            "learn, such as the "
             "words of an assistant; raise evaluate.tokens or data.seq_len"
         )
     return sum(loss for loss, _ in sums) / targets
@@ -69,18 +79,24 @@ def _windows_beside(text: Text, seq_len: int, num_tokens: int) -> int:
     return 1 if text.reader is None else -(-num_tokens // seq_len)
 
 
-def _sum_losses(config: RunConfig, trainer: Trainer, corpus: Corpus, num_windows: int) -> tuple[float, int]:
+def _sum_losses(
+    config: RunConfig, trainer: Trainer, corpus: Corpus, num_windows: int
+) -> tuple[float, int]:
     """Return the summed loss and number of targets of the first held-out windows of a corpus of one
     source.
     """
     seq_len = config.data.seq_len
     micro_batch = trainer.settings.micro_batch
     place = trainer.data_rank, trainer.num_data_ranks
-    return trainer.evaluate(heldout_windows(corpus, seq_len, num_windows * seq_len, *place, micro_batch))
+    return trainer.evaluate(
+        heldout_windows(corpus, seq_len, num_windows * seq_len, *place, micro_batch)
+    )
 
 
 def bits_per_byte(loss: float, corpus: Corpus) -> float:
-    """Convert a held-out loss in nats per token to bits per byte, which do not depend on the tokenizer."""
+    """Convert a held-out loss in nats per token to bits per byte, which do not depend on the
+    tokenizer.
+    """
     return loss / math.log(2) * corpus.heldout_tokens_per_byte
 
 

@@ -1,4 +1,6 @@
-"""Counts what rank 0 sends inside its island in one inner step, to compare it with the plan of `diloco mesh`."""
+"""Counts what rank 0 sends inside its island in one inner step, to compare it with the plan of
+`diloco mesh`.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,11 +19,23 @@ COUNTED_STEP = 3
 
 
 class InnerTraffic:
-    """Counts one step of the leader. On other ranks, and in an island of one rank, it counts nothing."""
+    """Counts one step of the leader. On other ranks, and in an island of one rank, it counts
+    nothing.
+    """
 
-    def __init__(self, run: RunConfig, island: IslandConfig, device: str, mesh: IslandMesh, *, is_leader: bool) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        island: IslandConfig,
+        device: str,
+        mesh: IslandMesh,
+        *,
+        is_leader: bool,
+    ) -> None:
         self._run = run
-        self._island = island.model_copy(update={"device": "cuda" if device.startswith("cuda") else "cpu"})
+        self._island = island.model_copy(
+            update={"device": "cuda" if device.startswith("cuda") else "cpu"}
+        )
         self._mesh = mesh
         self._is_on = is_leader and island.ranks > 1
         self._num_steps = 0

@@ -40,7 +40,9 @@ class MfuMeter:
         return utilisation(self.flops_per_token, tokens_per_second, self.num_ranks, self.peak)
 
 
-def build_mfu_meter(config: RunConfig, island: IslandConfig, corpus: Corpus, device: str) -> MfuMeter:
+def build_mfu_meter(
+    config: RunConfig, island: IslandConfig, corpus: Corpus, device: str
+) -> MfuMeter:
     """Return the meter of an island with this config. Measuring the device's peak takes less than a
     second.
 
@@ -77,12 +79,18 @@ def peak_by_sheet(device_name: str, dtype: str, num_sharers: int) -> tuple[float
         else f"by the {sheet.source.partition(';')[0]}"
     )
     peak = None if sheet is None else sheet.flops
-    return peak, describe_peak(peak, dtype, f"{source}; not measured, because {num_sharers} islands share the GPU")
+    return peak, describe_peak(
+        peak, dtype, f"{source}; not measured, because {num_sharers} islands share the GPU"
+    )
 
 
 def describe_peak(peak: float | None, dtype: str, source: str) -> str:
     """Return a text about the peak to which utilisations are relative."""
-    what = "mfu is unknown" if peak is None else f"mfu is relative to {peak / 1e12:.3g} TFLOP/s per rank"
+    what = (
+        "mfu is unknown"
+        if peak is None
+        else f"mfu is relative to {peak / 1e12:.3g} TFLOP/s per rank"
+    )
     return f"{what} in {dtype}, {source}"
 
 

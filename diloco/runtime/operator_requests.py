@@ -1,9 +1,10 @@
 """The operator's requests to a running island: files in its folder, signals, and a time limit.
 
     ISLAND_DIR/save-now             save a checkpoint and continue
-    ISLAND_DIR/stop-after-round     leave after the current round, or after as many rounds as the number in the file
-    RUN_DIR/...                     the same for all islands of the run on this machine; they all stop after the same
-                                    round, the one after the current round
+    ISLAND_DIR/stop-after-round     leave after the current round, or after as many rounds as the
+                                    number in the file
+    RUN_DIR/...                     the same for all islands of the run on this machine; they all
+                                    stop after the same round, the one after the current round
     SIGUSR1, SIGUSR2 to any rank    the same as creating the first or the second file
 
 The island removes a file when it accepts the request.
@@ -30,7 +31,9 @@ SIGNALS = {signal.SIGUSR1: SAVE, signal.SIGUSR2: STOP}
 LISTENER = "listens"
 """A file in the island's folder that is locked while the island accepts requests there."""
 STARTED = "started"
-"""A file in the island's folder with its start time in unix seconds. Restarts of its ranks do not change it."""
+"""A file in the island's folder with its start time in unix seconds. Restarts of its ranks do not
+change it.
+"""
 ROUNDS_REMEMBERED = 4
 WRITE_SECONDS = 0.2
 """`echo 9 > stop-after-round` makes an empty file first: so long the number is waited for."""
@@ -51,7 +54,9 @@ class OperatorRequest:
 class OperatorRequests:
     """Polls the operator's requests on one rank. Only the leader reads the files and the clock."""
 
-    def __init__(self, ranks: RankGroup, folder: Path, max_hours: float | None, started_at: float) -> None:
+    def __init__(
+        self, ranks: RankGroup, folder: Path, max_hours: float | None, started_at: float
+    ) -> None:
         """Create the object on one rank. `started_at`: start of this process in unix seconds."""
         self._ranks = ranks
         self._folder = folder
@@ -96,9 +101,13 @@ class OperatorRequests:
 
 
 class RunClock:
-    """Measures how long the island has been running, including restarts of its ranks, and how long its rounds take."""
+    """Measures how long the island has been running, including restarts of its ranks, and how long
+    its rounds take.
+    """
 
-    def __init__(self, folder: Path, started_at: float, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: Path, started_at: float, now: Callable[[], float] = time.time
+    ) -> None:
         self._now = now
         self._started_at = load_start_time(folder, started_at)
         self._round: int | None = None
@@ -123,7 +132,9 @@ class RunClock:
 
 
 def make_request(folder: Path, name: str) -> None:
-    """Request `name` (SAVE or STOP) from the island in `folder`. Any rank may call it; a failure is logged."""
+    """Request `name` (SAVE or STOP) from the island in `folder`. Any rank may call it; a failure is
+    logged.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
@@ -206,7 +217,12 @@ def load_start_time(folder: Path, started_at: float) -> float:
         try:
             return float(path.read_text())
         except (OSError, ValueError):
-            log.warning("%s does not say when this island was started: island.max_hours counts from now", path)
-    with best_effort(f"{path} was not written: after a restart island.max_hours starts from zero again"):
+            log.warning(
+                "%s does not say when this island was started: island.max_hours counts from now",
+                path,
+            )
+    with best_effort(
+        f"{path} was not written: after a restart island.max_hours starts from zero again"
+    ):
         write_atomically(path, repr(started_at))
     return started_at

@@ -35,7 +35,9 @@ def pick_device(island: IslandConfig) -> str:
     """Return the device of this rank. The node's first rank logs why it is the CPU. Raises
     ConfigError as choose_device.
     """
-    local_rank, num_local_ranks = (int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), (LOCAL_SIZE, 1)))
+    local_rank, num_local_ranks = (
+        int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), (LOCAL_SIZE, 1))
+    )
     num_gpus = 0 if island.device == "cpu" else len(list_gpus())
     device = choose_device(island.device, local_rank, num_local_ranks, num_gpus)
     if local_rank == 0 and (why := explain_cpu(island.device, num_local_ranks, num_gpus)):
@@ -54,7 +56,10 @@ def fit_to_device(island: IslandConfig, device: str) -> IslandConfig:
         return island
     fitted = fit_compute_dtype(island, cards[number])
     if fitted is not island and os.environ.get("LOCAL_RANK", "0") == "0":
-        log.warning("island.compute_dtype is 'auto' and %s has no bf16: computing in float32", cards[number].name)
+        log.warning(
+            "island.compute_dtype is 'auto' and %s has no bf16: computing in float32",
+            cards[number].name,
+        )
     return fitted
 
 
@@ -97,8 +102,12 @@ def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]
         yield RankGroup()
         return
     names = "the rank group", "the rank group in background"
-    group, background = (dist.new_group(backend="gloo", timeout=timeout, group_desc=name) for name in names)
-    assert not isinstance(group, int) and not isinstance(background, int), "every rank is in the group of all ranks"
+    group, background = (
+        dist.new_group(backend="gloo", timeout=timeout, group_desc=name) for name in names
+    )
+    assert not isinstance(group, int) and not isinstance(background, int), (
+        "every rank is in the group of all ranks"
+    )
     yield RankGroup(group, background)
 
 
@@ -111,7 +120,8 @@ def check_same_device(store: dist.Store, rank: int, device: str) -> None:
         store.set(DEVICE_KEY, kind)
     elif (first := store.get(DEVICE_KEY).decode()) != kind:
         raise ConfigError(
-            f"rank {rank} of the island computes on {kind}, and rank 0 on {first}: its nodes have different numbers of "
+            f"rank {rank} of the island computes on {kind}, and rank 0 on {first}: its nodes have "
+            "different numbers of "
             "GPUs; start as many ranks on each node as it has GPUs, or set island.device to cpu"
         )
 
@@ -128,4 +138,8 @@ def find_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         return dist.FileStore(os.environ[STORE]), rank, size
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     # torchrun keeps its store over restarts. The prefix hides the keys of earlier incarnations.
-    return dist.PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, size
+    return (
+        dist.PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
+        rank,
+        size,
+    )

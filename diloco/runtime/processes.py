@@ -1,4 +1,6 @@
-"""Child processes of the launcher. Each has its own session and log file, and its whole process tree can be killed."""
+"""Child processes of the launcher. Each has its own session and log file, and its whole process
+tree can be killed.
+"""
 
 import itertools
 import logging
@@ -63,10 +65,14 @@ class Child:
         lines; else the last lines.
         """
         lines = self.log_tail(LINES_BELOW).splitlines()
-        first = max((index for index, line in enumerate(lines) if line.startswith("error: ")), default=None)
+        first = max(
+            (index for index, line in enumerate(lines) if line.startswith("error: ")), default=None
+        )
         if first is None:
             return self.log_tail()
-        return "\n".join([lines[first], *takewhile(lambda line: line.startswith("  "), lines[first + 1 :])])
+        return "\n".join(
+            [lines[first], *takewhile(lambda line: line.startswith("  "), lines[first + 1 :])]
+        )
 
     def log_tail(self, num_lines: int = 15) -> str:
         """Return the last lines of the log."""
@@ -74,7 +80,9 @@ class Child:
         return "\n".join(text.splitlines()[-num_lines:])
 
 
-def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Child:
+def start(
+    name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+) -> Child:
     """Start `command` with its output appended to `log`. If the log cannot be opened, only a
     warning is logged.
     """
@@ -114,7 +122,13 @@ def island_command(
 
     When one rank dies, all ranks are started again, at most `max_restarts` times.
     """
-    launcher = [sys.executable, "-m", "diloco.runtime.rank_launcher", str(num_ranks), str(max_restarts)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "diloco.runtime.rank_launcher",
+        str(num_ranks),
+        str(max_restarts),
+    ]
     return [*launcher, module, *arguments]
 
 
@@ -191,9 +205,13 @@ def find_descendants(roots: set[int]) -> set[int]:
     """Return the ids of these processes and their descendants that have not ended, by the parents
     that `ps` prints.
     """
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
+    ).stdout
     processes = [line.split() for line in listed.splitlines()]
-    parents = {int(pid): int(parent) for pid, parent, state in processes if not state.startswith("Z")}
+    parents = {
+        int(pid): int(parent) for pid, parent, state in processes if not state.startswith("Z")
+    }
     found = roots & parents.keys()
     while new := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= new

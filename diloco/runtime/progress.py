@@ -1,4 +1,6 @@
-"""The progress of an island since the last commit, and the state that it resumes from after a stop."""
+"""The progress of an island since the last commit, and the state that it resumes from after a
+stop.
+"""
 
 from dataclasses import dataclass
 

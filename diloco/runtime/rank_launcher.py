@@ -32,7 +32,9 @@ STOP_SECONDS = 6.0
 is shorter than processes.TERMINATE_SECONDS."""
 STOPS = (signal.SIGTERM, signal.SIGINT)
 HUNG = 85
-"""Exit status of a rank that its watchdog has ended (diloco/watchdog/watchdog.py, which imports torch)."""
+"""Exit status of a rank that its watchdog has ended (diloco/watchdog/watchdog.py, which imports
+torch).
+"""
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 ENDED_FOR_GOOD = (FINAL_STATUS, *(128 + number for number in STOPS))
 """Exit statuses of a rank after which the island is not started again: a refusal, or a request to
@@ -67,7 +69,11 @@ def run_life(command: Sequence[str], num_ranks: int, life: int, received: list[i
     starts from 0.
     """
     with open_store() as (path, descriptors), open_notes() as end:
-        shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "TORCHELASTIC_RESTART_COUNT": life}
+        shared = {
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+            "TORCHELASTIC_RESTART_COUNT": life,
+        }
         env = os.environ | {name: str(value) for name, value in shared.items()} | {STORE: path}
         # Otherwise each rank would compute with as many threads as the machine has cores.
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -93,11 +99,17 @@ class EndOfLife:
         self._text = ""
 
     def note(self, rank: int, code: int) -> None:
-        """Note that a rank has failed, before the other ranks are ended. They then record no end of their own."""
+        """Note that a rank has failed, before the other ranks are ended. They then record no end of
+        their own.
+        """
         if code in RECORDED:
             return
         kills = count_memory_kills()
-        more = kills - self._memory_kills if kills is not None and self._memory_kills is not None else 0
+        more = (
+            kills - self._memory_kills
+            if kills is not None and self._memory_kills is not None
+            else 0
+        )
         self._rank = rank
         self._text = describe_end(rank, code, memory_kills=more)
         write_note(self.notes, CAUSE, self._text)
@@ -140,7 +152,9 @@ def open_store() -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{folder}/store", ()
 
 
-def start_rank(command: Sequence[str], rank: int, env: Mapping[str, str], descriptors: Sequence[int]) -> Rank:
+def start_rank(
+    command: Sequence[str], rank: int, env: Mapping[str, str], descriptors: Sequence[int]
+) -> Rank:
     """Start one rank in a separate session, so that Ctrl-C reaches it only through this process."""
     return subprocess.Popen(
         command,
@@ -160,8 +174,8 @@ def wait_for_ranks(
     """Wait until all ranks have ended with status 0, one has failed, or SIGTERM or SIGINT has come.
     Ends no rank.
 
-    `noun`: what messages call a rank. `on_failure` is called with the rank that failed first and its
-    Popen.returncode.
+    `noun`: what messages call a rank. `on_failure` is called with the rank that failed first and
+    its Popen.returncode.
     """
     while True:
         while received:
@@ -174,7 +188,9 @@ def wait_for_ranks(
             # When a rank ends, the collectives of other ranks break, and another rank's end may be
             # noticed first. So wait a moment, and then collect the statuses of all ranks.
             time.sleep(POLL_SECONDS)
-            failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}
+            failed = {
+                rank: status for rank, process in enumerate(ranks) if (status := process.poll())
+            }
             rank, code = first_failure(failed)
             say(describe_end(rank, code, noun=noun))
             on_failure(rank, code)
@@ -185,7 +201,9 @@ def wait_for_ranks(
 
 
 def first_failure(failed: Mapping[int, int]) -> tuple[int, int]:
-    """Return the rank that failed first, and its Popen.returncode. `failed`: those of all failed ranks."""
+    """Return the rank that failed first, and its Popen.returncode. `failed`: those of all failed
+    ranks.
+    """
     # The other ranks fail too when the rank for which they wait ends. So a status that names a
     # cause comes first, then a signal, because a killed rank did not fail as a consequence of
     # another failure.
@@ -230,4 +248,8 @@ def say(text: str) -> None:
 if __name__ == "__main__":
     watch_parent()
     module_and_arguments = sys.argv[3:]
-    sys.exit(launch_ranks([sys.executable, "-m", *module_and_arguments], int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(
+        launch_ranks(
+            [sys.executable, "-m", *module_and_arguments], int(sys.argv[1]), int(sys.argv[2])
+        )
+    )

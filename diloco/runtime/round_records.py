@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 WAIT_SECONDS = 15.0
 """Least time between two records of a wait for the same islands."""
 FATE = (
-    "; that is no majority of the {} islands that began (outer.start_islands), so this round and later ones are thrown "
+    "; that is no majority of the {} islands that began (outer.start_islands), so this round and "
+    "later ones are thrown "
     "away if the other islands commit more tokens"
 )
 
@@ -27,7 +28,9 @@ class RoundRecords:
     leader.
     """
 
-    def __init__(self, metrics: Metrics | None, start_islands: int, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, metrics: Metrics | None, start_islands: int, beat: Callable[[], None] = lambda: None
+    ) -> None:
         """Create the records of a leader, or of another rank with `metrics` None. `beat` is called
         at each sign of progress.
         """
@@ -62,7 +65,11 @@ class RoundRecords:
             return
         names = frozenset(waiting.islands)
         now = time.monotonic()
-        if self._waited is None or self._waited[0] != names or now - self._waited[1] >= WAIT_SECONDS:
+        if (
+            self._waited is None
+            or self._waited[0] != names
+            or now - self._waited[1] >= WAIT_SECONDS
+        ):
             self._waited = names, now
             self._metrics.write(EventRecord(name="waiting", text=str(waiting)))
 
@@ -97,10 +104,20 @@ class RoundRecords:
         """
         if self._metrics is None:
             return
-        values = {"steps": progress.steps, "tokens": progress.tokens, "waited_seconds": waited_seconds}
+        values = {
+            "steps": progress.steps,
+            "tokens": progress.tokens,
+            "waited_seconds": waited_seconds,
+        }
         self._metrics.write(RoundRecord.from_report(report, ledger=ledger, ranks=ranks, **values))
         state = "committed" if report.is_committed else f"aborted ({report.cause})"
-        log.info("round %d attempt %d: %s with %s", report.round, report.attempt, state, ", ".join(report.participants))
+        log.info(
+            "round %d attempt %d: %s with %s",
+            report.round,
+            report.attempt,
+            state,
+            ", ".join(report.participants),
+        )
         if report.is_committed:
             self._waited = None
             self._warn_of_few(report, self._metrics)

@@ -6,13 +6,18 @@ from inner.data.batches import StepBatch
 from inner.trainer import StepResult
 
 
-def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: StepBatch) -> StepRecord:
+def make_step_record(
+    result: StepResult, tokens: int, speed: MfuMeter, batch: StepBatch
+) -> StepRecord:
     """Return the record of an inner step. `tokens`: total number of tokens that the island has
     trained on.
     """
     tokens_per_second = result.tokens / result.seconds
     return StepRecord(
-        **{name: getattr(result, name) for name in ("step", "loss", "lr", "grad_norm", "seconds", "loss_scale")},
+        **{
+            name: getattr(result, name)
+            for name in ("step", "loss", "lr", "grad_norm", "seconds", "loss_scale")
+        },
         tokens=tokens,
         tokens_per_second=tokens_per_second,
         mfu=speed.mfu(tokens_per_second),

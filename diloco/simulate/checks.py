@@ -13,7 +13,9 @@ from diloco.simulate.nodes import check_nodes
 
 
 def check_disturbances(disturbances: Disturbances, config: Config) -> None:
-    """Raise ConfigError if a fault is invalid, does not fit the run, or cannot be injected on this machine."""
+    """Raise ConfigError if a fault is invalid, does not fit the run, or cannot be injected on this
+    machine.
+    """
     faults = [parse_fault(spec) for spec in disturbances.faults]
     hidden = (*disturbances.nat, *disturbances.proxy)
     is_there = {"has_bootstrap": config.outer.network.leaves_process, "has_relays": bool(hidden)}
@@ -29,10 +31,14 @@ def check_disturbances(disturbances: Disturbances, config: Config) -> None:
         check_nodes(config, disturbances.nodes)
     if disturbances.needs_net:
         check_possible()
-    check_hidden("--nat", disturbances.nat, config, forgets=any(fault.kind == "forget" for fault in faults))
+    check_hidden(
+        "--nat", disturbances.nat, config, forgets=any(fault.kind == "forget" for fault in faults)
+    )
     check_hidden("--proxy", disturbances.proxy, config)
     if both := set(disturbances.nat) & set(disturbances.proxy):
-        raise ConfigError(f"--nat, --proxy: island {min(both)} is given to both; give it to only one of them")
+        raise ConfigError(
+            f"--nat, --proxy: island {min(both)} is given to both; give it to only one of them"
+        )
 
 
 def check_parts(faults: Sequence[Fault]) -> None:
@@ -48,13 +54,19 @@ def check_parts(faults: Sequence[Fault]) -> None:
             )
 
 
-def check_hidden(option: str, hidden: Sequence[int], config: Config, *, forgets: bool = False) -> None:
+def check_hidden(
+    option: str, hidden: Sequence[int], config: Config, *, forgets: bool = False
+) -> None:
     """Raise ConfigError if these islands cannot be placed where only a relay reaches them."""
     if not hidden:
         return
     if not config.outer.network.has_routes:
         transport = config.outer.transport
-        raise ConfigError(f"{option}: only tls has relays; outer.transport is {transport!r}, set it to tls")
+        raise ConfigError(
+            f"{option}: only tls has relays; outer.transport is {transport!r}, set it to tls"
+        )
     if unknown := [index for index in hidden if not 0 <= index < len(config.islands)]:
-        raise ConfigError(f"{option}: there is no island {unknown[0]}; islands are 0 to {len(config.islands) - 1}")
+        raise ConfigError(
+            f"{option}: there is no island {unknown[0]}; islands are 0 to {len(config.islands) - 1}"
+        )
     check_nat_possible(option, forgets=forgets)

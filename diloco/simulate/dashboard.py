@@ -75,7 +75,10 @@ class Dashboard:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Show the final state and release the terminal."""
         self.update(is_last=True)
@@ -124,7 +127,9 @@ class Dashboard:
 
 
 def render_table(title: str, state: RunState) -> Group:
-    """Render the table of all islands, with their last events and the last faults below the table."""
+    """Render the table of all islands, with their last events and the last faults below the
+    table.
+    """
     table = Table(
         title=Text(f"{title}  {human_seconds(state.seconds)}"),
         title_justify="left",
@@ -140,10 +145,17 @@ def render_table(title: str, state: RunState) -> Group:
     lines: list[Text] = []
     for island, row in zip(state.islands, table_rows(state), strict=True):
         bar = ProgressBar(total=max(state.total_steps, 1), completed=island.figures.step, width=10)
-        table.add_row(Text(row[0], style="cyan"), bar, *(Text(cell) for cell in row[1 : len(COLUMNS)]))
+        table.add_row(
+            Text(row[0], style="cyan"), bar, *(Text(cell) for cell in row[1 : len(COLUMNS)])
+        )
         if row[-1]:
-            lines.append(Text(f"{row[0]} {row[-1]}", style="yellow", no_wrap=True, overflow="ellipsis"))
-    lines += [Text(format_fault(fault), style="red", no_wrap=True) for fault in state.faults[-FAULTS_SHOWN:]]
+            lines.append(
+                Text(f"{row[0]} {row[-1]}", style="yellow", no_wrap=True, overflow="ellipsis")
+            )
+    lines += [
+        Text(format_fault(fault), style="red", no_wrap=True)
+        for fault in state.faults[-FAULTS_SHOWN:]
+    ]
     return Group(table, *lines)
 
 

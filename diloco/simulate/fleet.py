@@ -106,11 +106,17 @@ def assign_namespace(fleet: Fleet, target: Target, num_nodes: int = 1) -> None:
             fleet.net.route(site.network, router)
 
 
-def start_island(config: Config, index: int, address: str | None, faults: Sequence[Fault], fleet: Fleet) -> Child:
+def start_island(
+    config: Config, index: int, address: str | None, faults: Sequence[Fault], fleet: Fleet
+) -> Child:
     """Start all ranks of one of the config's islands, on all of its nodes."""
     island = config.for_island(index)
     run_dir = fleet.run_dir
-    arguments = [*island_overrides(island, index, faults, fleet), f"name={run_dir.name}", f"island.index={index}"]
+    arguments = [
+        *island_overrides(island, index, faults, fleet),
+        f"name={run_dir.name}",
+        f"island.index={index}",
+    ]
     if address is not None:
         arguments.append(f"island.bootstrap=[{address}]")
     train = ["train", str(run_dir / "config.yaml"), *arguments]
@@ -124,13 +130,21 @@ def start_island(config: Config, index: int, address: str | None, faults: Sequen
     return child
 
 
-def start_joiner(config: Config, index: int, address: str, faults: Sequence[Fault], fleet: Fleet) -> Child:
+def start_joiner(
+    config: Config, index: int, address: str, faults: Sequence[Fault], fleet: Fleet
+) -> Child:
     """Start an island with the command `diloco join` and the values of the config's last island, or
     restart it.
     """
-    island = config.for_island(len(config.islands) - 1).model_copy(update={"index": index, "name": None})
-    island = island.model_copy(update={"ranks": island.ranks // fleet.num_nodes})  # a joining island has one node
-    island = own_the_places(config.run, island)  # allowed because the run's config is by this machine's operator
+    island = config.for_island(len(config.islands) - 1).model_copy(
+        update={"index": index, "name": None}
+    )
+    island = island.model_copy(
+        update={"ranks": island.ranks // fleet.num_nodes}
+    )  # a joining island has one node
+    island = own_the_places(
+        config.run, island
+    )  # allowed because the run's config is by this machine's operator
     fleet.gpus.give_spare(index, island)
     folder = fleet.run_dir / island.label
     if (folder / "config.yaml").exists():
@@ -149,12 +163,25 @@ def changed_values(island: IslandConfig) -> list[str]:
     """
     values = island.model_dump(mode="json")
     defaults = IslandConfig().model_dump(mode="json")
-    set_by_launcher = {"name", "index", "ranks", "bootstrap", "listen_host", "run_dir", "faults", "joins"}
-    names = [name for name in values if name not in set_by_launcher and values[name] != defaults[name]]
+    set_by_launcher = {
+        "name",
+        "index",
+        "ranks",
+        "bootstrap",
+        "listen_host",
+        "run_dir",
+        "faults",
+        "joins",
+    }
+    names = [
+        name for name in values if name not in set_by_launcher and values[name] != defaults[name]
+    ]
     return [f"island.{name}={json.dumps(values[name])}" for name in names]
 
 
-def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], fleet: Fleet) -> list[str]:
+def island_overrides(
+    island: IslandConfig, index: int, faults: Sequence[Fault], fleet: Fleet
+) -> list[str]:
     """Return overrides for where the island writes and listens, and for the faults that it injects
     into itself.
     """
@@ -167,7 +194,10 @@ def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], 
         overrides.append(f"island.listen_host={fleet.namespaces[index].host}")
     if (link := fleet.links.of(index)) is not None and island.link_mbit is None:
         overrides.append(f"island.link_mbit={link.rate / 1e6:g}")
-    specs = [*island.faults, *(str(fault) for fault in faults if fault.is_self_inflicted and index in fault.targets)]
+    specs = [
+        *island.faults,
+        *(str(fault) for fault in faults if fault.is_self_inflicted and index in fault.targets),
+    ]
     if specs:
         overrides.append(f"island.faults={json.dumps(specs)}")
     if fleet.injects_faults:
@@ -177,7 +207,9 @@ def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], 
     return overrides
 
 
-def start_child(fleet: Fleet, target: Target, name: str, command: Sequence[str], log: Path) -> Child:
+def start_child(
+    fleet: Fleet, target: Target, name: str, command: Sequence[str], log: Path
+) -> Child:
     """Start a process in the target's namespace, if it has one, with the target's GPUs."""
     place = fleet.sites[target].nodes[0] if target in fleet.sites else fleet.namespaces.get(target)
     if place is not None:
@@ -210,10 +242,20 @@ def start_relays(config: Config, fleet: Fleet) -> None:
     """Start the relays for the islands in `hidden`, each on its own machine. They keep their ports
     at a restart.
     """
-    key = [] if config.island.run_key_file is None else ["--run-key-file", config.island.run_key_file]
+    key = (
+        [] if config.island.run_key_file is None else ["--run-key-file", config.island.run_key_file]
+    )
     for name in RELAYS:
         assign_namespace(fleet, name)
-        command = [sys.executable, "-m", "diloco", "relay", "--host", fleet.namespaces[name].host, *key]
+        command = [
+            sys.executable,
+            "-m",
+            "diloco",
+            "relay",
+            "--host",
+            fleet.namespaces[name].host,
+            *key,
+        ]
         child = start_child(fleet, name, name, command, empty_log(fleet.run_dir / f"{name}.txt"))
         fleet.services[name] = child
         address = wait_for_address(child)
@@ -223,7 +265,13 @@ def start_relays(config: Config, fleet: Fleet) -> None:
 
 def start_proxy(fleet: Fleet, index: int) -> None:
     """Start the proxy that is the only way out of an island, on the island's router."""
-    words = [sys.executable, "-m", "diloco.network_emulation.proxy", fleet.sites[index].gateway, str(PROXY_PORT)]
+    words = [
+        sys.executable,
+        "-m",
+        "diloco.network_emulation.proxy",
+        fleet.sites[index].gateway,
+        str(PROXY_PORT),
+    ]
     log = empty_log(fleet.run_dir / f"proxy-{index}.txt")
     fleet.started.append(start(f"proxy-{index}", fleet.namespaces[index].command(*words), log))
 
@@ -247,7 +295,8 @@ def wait_for_address(child: Child) -> str:
                 return line.removeprefix(PREFIX)
         time.sleep(POLL_SECONDS)
     raise ConfigError(
-        f"the process {child.name!r} printed no address within {BOOTSTRAP_SECONDS:.0f} s:\n{child.log_tail()}"
+        f"the process {child.name!r} printed no address within {BOOTSTRAP_SECONDS:.0f} s:\n"
+        f"{child.log_tail()}"
     )
 
 

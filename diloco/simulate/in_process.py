@@ -1,4 +1,5 @@
-"""`diloco simulate --in-process`: all islands of a run as threads of one child process, which runs threads.py.
+"""`diloco simulate --in-process`: all islands of a run as threads of one child process, which runs
+threads.py.
 
 This is for research on algorithms: many islands run on a small machine and compute bit for bit the
 same as real processes. A round therefore never continues without an island: the quorum is all
@@ -46,11 +47,15 @@ def find_unsupported(config: Config, *, has_disturbances: bool) -> Iterator[str]
         yield "--fault, --storm, --netns, --nat and --link apply to processes; leave them out"
     if config.outer.local_steps != "fixed":
         yield (
-            f"outer.local_steps is {config.outer.local_steps!r}, which depends on the speed of each island's machine; "
+            f"outer.local_steps is {config.outer.local_steps!r}, which depends on the speed of "
+            "each island's machine; "
             "here all islands share one: use fixed, without outer.round_seconds"
         )
     if config.outer.wait_for == "quorum":
-        yield "outer.wait_for is 'quorum', so which islands a round waits for depends on their speed; use all"
+        yield (
+            "outer.wait_for is 'quorum', so which islands a round waits for depends on their "
+            "speed; use all"
+        )
     islands = [config.for_island(index) for index in range(len(config.islands))]
     by_island = (list(find_unsupported_in_island(island, islands[0])) for island in islands)
     # Only the first island with problems is reported, because others are likely to have the same.
@@ -58,18 +63,29 @@ def find_unsupported(config: Config, *, has_disturbances: bool) -> Iterator[str]
 
 
 def find_unsupported_in_island(island: IslandConfig, first: IslandConfig) -> Iterator[str]:
-    """Yield each setting of one island that is not possible. `first` is the config of the first island."""
+    """Yield each setting of one island that is not possible. `first` is the config of the first
+    island.
+    """
     name = island.label
     if island.ranks > 1:
         yield f"{name}: island.ranks is {island.ranks}; here an island has one rank: give --ranks 1"
     if island.faults:
         yield f"{name}: island.faults apply to processes; leave them out"
     if island.device != first.device:
-        yield f"{name}: island.device is {island.device!r}, {first.label} has {first.device!r}; use one device"
+        yield (
+            f"{name}: island.device is {island.device!r}, {first.label} has {first.device!r}; "
+            "use one device"
+        )
     if island.profile.steps is not None:
-        yield f"{name}: island.profile.steps is set, but a profile covers a whole process; set steps to null"
+        yield (
+            f"{name}: island.profile.steps is set, but a profile covers a whole process; set "
+            "steps to null"
+        )
     if island.wandb != "off":
-        yield f"{name}: island.wandb is {island.wandb!r}, but wandb allows one run per process; use island.tensorboard"
+        yield (
+            f"{name}: island.wandb is {island.wandb!r}, but wandb allows one run per process; "
+            "use island.tensorboard"
+        )
 
 
 def run_in_process(config: Config, run_dir: Path, started: list[Child], console: Console) -> bool:
@@ -78,7 +94,9 @@ def run_in_process(config: Config, run_dir: Path, started: list[Child], console:
     """
     command = [sys.executable, "-m", "diloco", "islands", str(run_dir / "config.yaml")]
     # The command line takes precedence over a run_dir in the entry of an island.
-    child = start("the islands", [*command, f"island.run_dir={run_dir.parent}"], run_dir / LOG, ONE_ARENA)
+    child = start(
+        "the islands", [*command, f"island.run_dir={run_dir.parent}"], run_dir / LOG, ONE_ARENA
+    )
     started.append(child)
     names = [config.for_island(index).label for index in range(len(config.islands))]
     with Dashboard(run_dir, names, config.total_steps, console) as dashboard:

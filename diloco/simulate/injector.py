@@ -49,13 +49,17 @@ class RoundProgress:
 class FaultInjector:
     """Injects faults into a fleet. Call `poll` often."""
 
-    def __init__(self, fleet: Fleet, faults: Sequence[Fault] = (), storm: Iterator[Fault] | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, faults: Sequence[Fault] = (), storm: Iterator[Fault] | None = None
+    ) -> None:
         self._fleet = fleet
         self._pending = [fault for fault in faults if not fault.is_self_inflicted]
         self._self_inflicted = [fault for fault in faults if fault.is_self_inflicted]
         self._storm = storm if storm is not None else iter(())
         self._next_of_storm = next(self._storm, None)
-        self._progress = {index: RoundProgress(self._folder(index) / METRICS) for index in fleet.islands}
+        self._progress = {
+            index: RoundProgress(self._folder(index) / METRICS) for index in fleet.islands
+        }
         self._first_commit_at: float | None = None
         self._frozen: set[Target] = set()
         self._ended_by_fault: set[str] = set()
@@ -74,7 +78,9 @@ class FaultInjector:
         for progress in self._progress.values():
             progress.read()
         now = time.monotonic()
-        if self._first_commit_at is None and any(progress.round for progress in self._progress.values()):
+        if self._first_commit_at is None and any(
+            progress.round for progress in self._progress.values()
+        ):
             self._first_commit_at = now
         for fault in [fault for fault in self._self_inflicted if self._has_happened(fault)]:
             self._self_inflicted.remove(fault)
@@ -112,7 +118,9 @@ class FaultInjector:
         child = self._fleet.islands[index]
         if child.exit_code is not None:
             return child.exit_code != 0
-        return child.mark in self._ended_by_fault or self._is_starting(index) or index in self._frozen
+        return (
+            child.mark in self._ended_by_fault or self._is_starting(index) or index in self._frozen
+        )
 
     def ended_by_fault(self, child: Child) -> bool:
         """Return whether a fault has ended, or is ending, the child."""
@@ -126,7 +134,9 @@ class FaultInjector:
         if fault.second is not None:
             return self._first_commit_at is not None and now - self._first_commit_at >= fault.second
         named = {name for name in (*fault.targets, *fault.other_side) if isinstance(name, int)}
-        asked = [progress for index, progress in self._progress.items() if not named or index in named]
+        asked = [
+            progress for index, progress in self._progress.items() if not named or index in named
+        ]
         return not fault.has_trigger or any(progress.has_reached(fault) for progress in asked)
 
     def _may_strike(self, fault: Fault) -> bool:
@@ -188,7 +198,10 @@ class FaultInjector:
             others = [node for node in nodes if node != nodes[fault.node]]
         else:
             other_side = fault.other_side or namespaces.keys() - set(fault.targets)
-            some, others = ([namespaces[t] for t in side if t in namespaces] for side in (fault.targets, other_side))
+            some, others = (
+                [namespaces[t] for t in side if t in namespaces]
+                for side in (fault.targets, other_side)
+            )
         net.cut(some, others)
 
         def heal() -> str:
@@ -214,7 +227,9 @@ class FaultInjector:
 
     def _has_happened(self, fault: Fault) -> bool:
         is_there = self._fleet.child(fault.targets[0]) is not None
-        return is_there and (not fault.has_trigger or done_path(self._folder(fault.targets[0]), fault).exists())
+        return is_there and (
+            not fault.has_trigger or done_path(self._folder(fault.targets[0]), fault).exists()
+        )
 
     def _follow_up(self, fault: Fault) -> None:
         """Record a fault that an island has injected into itself, and schedule its restart or
@@ -225,7 +240,13 @@ class FaultInjector:
             self._mark_as_ending(fault, target)
         elif fault.kind == "freeze":
             self._schedule_wake_up(fault, done_path(self._folder(target), fault).stat().st_mtime)
-        where = f" in phase {fault.phase!r}" if fault.phase else "" if fault.has_trigger else " from the start"
+        where = (
+            f" in phase {fault.phase!r}"
+            if fault.phase
+            else ""
+            if fault.has_trigger
+            else " from the start"
+        )
         self._record(fault, f"{self._name(target)} did it{where}")
 
     def _started_child(self, target: Target) -> Child:
@@ -234,7 +255,9 @@ class FaultInjector:
         return child
 
     def _mark_as_ending(self, fault: Fault, target: Target) -> Child:
-        """Mark a target's process as ended by the fault, schedule its restart if it comes back, and return it."""
+        """Mark a target's process as ended by the fault, schedule its restart if it comes back, and
+        return it.
+        """
         child = self._started_child(target)
         self._ended_by_fault.add(child.mark)
         self._frozen.discard(target)
@@ -242,7 +265,9 @@ class FaultInjector:
             self._restarts[target] = fault, None
         return child
 
-    def _schedule_wake_up(self, fault: Fault, since: float, number: signal.Signals | None = None) -> str:
+    def _schedule_wake_up(
+        self, fault: Fault, since: float, number: signal.Signals | None = None
+    ) -> str:
         """Schedule the wake-up of the target at `since` (unix time) plus the fault's seconds. Send
         it `number` first.
         """
@@ -258,7 +283,9 @@ class FaultInjector:
             return f"woke {child.name}"
 
         self._schedule_end(fault, wake, elapsed=time.time() - since)
-        return f"froze {f'{fault.part} of ' if fault.part else ''}{child.name} for {fault.seconds:g} s"
+        return (
+            f"froze {f'{fault.part} of ' if fault.part else ''}{child.name} for {fault.seconds:g} s"
+        )
 
     def _find_process(self, fault: Fault) -> set[int]:
         assert fault.part is not None, "the fault hits a part of an island"
@@ -296,7 +323,9 @@ class FaultInjector:
             elif due is not None and due <= now:
                 del self._restarts[target]
                 if isinstance(target, int):
-                    self._progress[target].num_records_before_start = self._progress[target].num_records
+                    self._progress[target].num_records_before_start = self._progress[
+                        target
+                    ].num_records
                 self._fleet.restart(target)
                 self._record(fault, f"started {child.name} again", is_end=True)
 
@@ -305,7 +334,9 @@ class FaultInjector:
 
     def _record(self, fault: Fault, text: str, *, is_end: bool = False) -> None:
         names = tuple(self._name(name) for name in (*fault.targets, *fault.other_side))
-        record = FaultRecord(spec=str(fault), kind=fault.kind, islands=names, text=text, is_end=is_end)
+        record = FaultRecord(
+            spec=str(fault), kind=fault.kind, islands=names, text=text, is_end=is_end
+        )
         record_fault(self._fleet.run_dir, record)
 
     def _name(self, target: Target) -> str:

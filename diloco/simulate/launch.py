@@ -1,4 +1,6 @@
-"""`diloco simulate`: run all islands on this machine as real processes, then print and write the results."""
+"""`diloco simulate`: run all islands on this machine as real processes, then print and write the
+results.
+"""
 
 import signal
 import time
@@ -18,12 +20,25 @@ from diloco.faults.spec import BOOTSTRAP, parse_fault
 from diloco.faults.storm import storm
 from diloco.network_emulation.links import count_bytes, open_links, parse_links, relay_warning
 from diloco.records.best_effort import best_effort
-from diloco.records.run_folder import BASELINE, FACTS, RunFacts, island_folders, read_run, write_facts
+from diloco.records.run_folder import (
+    BASELINE,
+    FACTS,
+    RunFacts,
+    island_folders,
+    read_run,
+    write_facts,
+)
 from diloco.report.html import write_report
 from diloco.report.summary import write_summary
 from diloco.report.summary_table import print_summary
 from diloco.runtime.devices.gpus import find_obstacle, list_cards, list_gpus
-from diloco.runtime.devices.shares import GpuShares, check_shares, describe_shares, share_first_gpu, share_gpus
+from diloco.runtime.devices.shares import (
+    GpuShares,
+    check_shares,
+    describe_shares,
+    share_first_gpu,
+    share_gpus,
+)
 from diloco.runtime.processes import Child, island_command, stop
 from diloco.simulate.checks import check_disturbances
 from diloco.simulate.dashboard import Dashboard, print_failure
@@ -103,7 +118,8 @@ def simulate_config(
     facts, run_dir = prepare_run(config, " ".join(disturbances.links), resume=resume)
     config = config.model_copy(update={"name": run_dir.name})
     console.print(
-        f"{facts.num_islands} islands, {facts.num_params:,} parameters, {config.total_steps} inner steps: {run_dir}"
+        f"{facts.num_islands} islands, {facts.num_params:,} parameters, {config.total_steps} inner "
+        f"steps: {run_dir}"
     )
     started: list[Child] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -146,7 +162,9 @@ def print_results(run_dir: Path, console: Console) -> None:
         print_summary(summary, console)
         console.print(f"report: {write_report(run, summary)}", soft_wrap=True)
     except OSError as error:
-        console.print(f"no report: {error}; make room, then: diloco report {run_dir}", soft_wrap=True)
+        console.print(
+            f"no report: {error}; make room, then: diloco report {run_dir}", soft_wrap=True
+        )
 
 
 def share_machine(config: Config, console: Console, *, in_process: bool) -> tuple[GpuShares, int]:
@@ -159,7 +177,11 @@ def share_machine(config: Config, console: Console, *, in_process: bool) -> tupl
     gpus = list_gpus()
     shares = share_first_gpu(islands, gpus) if in_process else share_gpus(islands, gpus)
     check_shares(islands, shares, dict(zip(gpus, list_cards(), strict=False)))
-    for line in () if in_process else describe_shares(islands, shares, len(gpus), "" if gpus else find_obstacle()):
+    for line in (
+        ()
+        if in_process
+        else describe_shares(islands, shares, len(gpus), "" if gpus else find_obstacle())
+    ):
         console.print(line, soft_wrap=True)
     return shares, len(gpus)
 
@@ -173,7 +195,10 @@ def resize(config: Config, islands: int | None, ranks: int | None) -> Config:
     """
     count = islands or max(len(config.islands), config.outer.start_islands)
     listed = (
-        [config.islands[i] if i < len(config.islands) else dict(config.islands[-1]) for i in range(count)]
+        [
+            config.islands[i] if i < len(config.islands) else dict(config.islands[-1])
+            for i in range(count)
+        ]
         if config.islands
         else [{} for _ in range(count)]
     )
@@ -187,7 +212,8 @@ def check_transport(config: Config) -> None:
     """Raise ConfigError if the transport cannot connect islands in separate processes."""
     if not config.outer.network.leaves_process and len(config.islands) > 1:
         raise ConfigError(
-            f"outer.transport is {config.outer.transport!r}, which connects islands of one process only; simulate "
+            f"outer.transport is {config.outer.transport!r}, which connects islands of one process "
+            "only; simulate "
             "starts real processes: use outer.transport=gloo, tls or hivemind, or --in-process"
         )
 
@@ -222,31 +248,52 @@ def run_islands(
         endless = storm(disturbances.storm_seed, disturbances.storm, len(config.islands))
         storm_faults = islice(endless, disturbances.storm_count)
     supervise(
-        fleet, injector(fleet, faults, storm_faults), Dashboard(run_dir, [], config.total_steps, console), console
+        fleet,
+        injector(fleet, faults, storm_faults),
+        Dashboard(run_dir, [], config.total_steps, console),
+        console,
     )
     return any(island.exit_code == 0 for island in fleet.islands.values())
 
 
-def run_baseline(config: Config, run_dir: Path, ranks: int, started: list[Child], console: Console) -> bool:
+def run_baseline(
+    config: Config, run_dir: Path, ranks: int, started: list[Child], console: Console
+) -> bool:
     """Train data-parallel on `ranks` ranks. Return whether the training finished."""
     console.print("baseline: synchronous data-parallel training on the same tokens")
-    arguments = ["baseline", str(run_dir / "config.yaml"), f"name={run_dir.name}", f"island.run_dir={run_dir.parent}"]
+    arguments = [
+        "baseline",
+        str(run_dir / "config.yaml"),
+        f"name={run_dir.name}",
+        f"island.run_dir={run_dir.parent}",
+    ]
     arguments += ["--islands", str(len(config.islands)), "--ranks", str(ranks)]
     fleet = Fleet(run_dir, started)
-    child = start_child(fleet, 0, BASELINE, island_command(ranks, arguments), run_dir / BASELINE / "log.txt")
+    child = start_child(
+        fleet, 0, BASELINE, island_command(ranks, arguments), run_dir / BASELINE / "log.txt"
+    )
     fleet.islands[0] = child
-    supervise(fleet, FaultInjector(fleet), Dashboard(run_dir, [], config.total_steps, console), console)
+    supervise(
+        fleet, FaultInjector(fleet), Dashboard(run_dir, [], config.total_steps, console), console
+    )
     return child.exit_code == 0
 
 
 def record_links(fleet: Fleet, facts: RunFacts) -> None:
-    """Add the bytes that the islands' links have carried to run.json, if the run has an emulated network."""
+    """Add the bytes that the islands' links have carried to run.json, if the run has an emulated
+    network.
+    """
     if fleet.net is None:
         return
-    both = {fleet.islands[target].name: count_bytes(fleet.net, fleet.namespaces[target]) for target in fleet.islands}
+    both = {
+        fleet.islands[target].name: count_bytes(fleet.net, fleet.namespaces[target])
+        for target in fleet.islands
+    }
     sent, received = ({name: ways[i] for name, ways in both.items()} for i in range(2))
     with best_effort(f"{fleet.run_dir / FACTS} lacks the bytes of the links"):
-        write_facts(fleet.run_dir, replace(facts, wire_bytes_sent=sent, wire_bytes_received=received))
+        write_facts(
+            fleet.run_dir, replace(facts, wire_bytes_sent=sent, wire_bytes_received=received)
+        )
 
 
 def count_baseline_ranks(config: Config, shares: GpuShares, num_gpus: int) -> int:
@@ -263,23 +310,32 @@ def count_baseline_ranks(config: Config, shares: GpuShares, num_gpus: int) -> in
 
 
 def check_baseline(config: Config, ranks: int) -> None:
-    """Raise ConfigError if the tokens of a step of all islands do not divide evenly over all ranks."""
+    """Raise ConfigError if the tokens of a step of all islands do not divide evenly over all
+    ranks.
+    """
     if config.stages or config.data.owners:
         what = "stages" if config.stages else "sources that only some islands read"
-        raise ConfigError(f"--baseline trains one island on one text, and the run has {what}; leave out one of them")
+        raise ConfigError(
+            f"--baseline trains one island on one text, and the run has {what}; leave out one of "
+            "them"
+        )
     first = config.for_island(0)
     together = config.optimizer.tokens_per_step * len(config.islands)
     micro_batch = 1 if "micro_batch" in first.auto else first.micro_batch
     unit = config.data.seq_len * micro_batch * ranks
     if together % unit:
         raise ConfigError(
-            f"--baseline: {together} tokens of a step do not divide over {ranks} ranks with micro-batches of "
-            f"{micro_batch} x {config.data.seq_len} tokens; make optimizer.tokens_per_step x islands a "
+            f"--baseline: {together} tokens of a step do not divide over {ranks} ranks with "
+            "micro-batches of "
+            f"{micro_batch} x {config.data.seq_len} tokens; make optimizer.tokens_per_step x "
+            "islands a "
             f"multiple of {unit}, or lower island.micro_batch"
         )
 
 
-def supervise(fleet: Fleet, injector: FaultInjector, dashboard: Dashboard, console: Console) -> None:
+def supervise(
+    fleet: Fleet, injector: FaultInjector, dashboard: Dashboard, console: Console
+) -> None:
     """Inject faults and show the run until it is over. A failing child is reported at once."""
     reported: set[str] = set()
     with dashboard:
@@ -293,7 +349,11 @@ def supervise(fleet: Fleet, injector: FaultInjector, dashboard: Dashboard, conso
                 dashboard.add_island(child.name)
             dashboard.update()
             for child in fleet.started:
-                if child.exit_code and child.mark not in reported and not injector.ended_by_fault(child):
+                if (
+                    child.exit_code
+                    and child.mark not in reported
+                    and not injector.ended_by_fault(child)
+                ):
                     reported.add(child.mark)
                     print_failure(child, console)
             if not is_over:

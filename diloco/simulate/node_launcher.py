@@ -40,7 +40,10 @@ def start_agent(command: Sequence[str], node: int) -> subprocess.Popen[bytes]:
     the node's number.
     """
     return subprocess.Popen(
-        command, env={**os.environ, NODE: str(node)}, start_new_session=True, preexec_fn=end_with_parent
+        command,
+        env={**os.environ, NODE: str(node)},
+        start_new_session=True,
+        preexec_fn=end_with_parent,
     )
 
 

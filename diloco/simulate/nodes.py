@@ -29,7 +29,8 @@ def check_nodes(config: Config, num_nodes: int) -> None:
         ranks = config.for_island(index).ranks
         if ranks % num_nodes:
             raise ConfigError(
-                f"--nodes {num_nodes}: island {index} has {ranks} ranks, which do not divide over its nodes; set "
+                f"--nodes {num_nodes}: island {index} has {ranks} ranks, which do not divide over "
+                "its nodes; set "
                 f"--ranks to a multiple of {num_nodes}"
             )
 
@@ -48,7 +49,9 @@ class NodesOf:
     @property
     def hosts(self) -> dict[str, str]:
         """Address of each node, by host name."""
-        names = (f"island-{self.island.index}-node-{number}" for number in range(len(self.site.nodes)))
+        names = (
+            f"island-{self.island.index}-node-{number}" for number in range(len(self.site.nodes))
+        )
         return {name: node.host for name, node in zip(names, self.site.nodes, strict=True)}
 
 
@@ -85,7 +88,11 @@ def environment(island: NodesOf, node: int) -> list[str]:
     GPUs.
     """
     count = len(island.gpus) // len(island.site.nodes)
-    return ["env", f"{VISIBLE}={','.join(island.gpus[node * count : (node + 1) * count])}"] if island.gpus else []
+    return (
+        ["env", f"{VISIBLE}={','.join(island.gpus[node * count : (node + 1) * count])}"]
+        if island.gpus
+        else []
+    )
 
 
 def shared_folders(config: Config) -> list[str]:
@@ -93,7 +100,10 @@ def shared_folders(config: Config) -> list[str]:
     that the config names.
     """
     program = [str(path) for path in (PROGRAM, Path(sys.prefix), Path.cwd())]
-    named = (os.path.abspath(os.path.expanduser(text)) for text in texts_in(config.model_dump(mode="json")))
+    named = (
+        os.path.abspath(os.path.expanduser(text))
+        for text in texts_in(config.model_dump(mode="json"))
+    )
     return sorted({*program, *filter(os.path.exists, named)})
 
 

@@ -59,7 +59,12 @@ def find_run_dir(parent: Path, config: Config) -> Path:
     """
     folder = parent / config.name
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"--resume: there is no run in {str(folder)!r}; leave it out to begin one, or set name=...")
+        raise ConfigError(
+            f"--resume: there is no run in {str(folder)!r}; leave it out to begin one, or set "
+            "name=..."
+        )
     if changed := differing_keys(config.run, load_config(folder / "config.yaml").run):
-        raise ConfigError(f"--resume: {str(folder)!r} is a run with other values:\n  " + "\n  ".join(changed))
+        raise ConfigError(
+            f"--resume: {str(folder)!r} is a run with other values:\n  " + "\n  ".join(changed)
+        )
     return folder

@@ -65,7 +65,9 @@ def train_together(
         for settings in islands:
             folder = settings.folder(run.name)
             pinned = add_weights_hash(run, settings)
-            running.append(stack.enter_context(open_runtime(pinned, settings, ranks, device, folder, shared)))
+            running.append(
+                stack.enter_context(open_runtime(pinned, settings, ranks, device, folder, shared))
+            )
         resume_together(running)
         schedule_garbage()
         run_threads(islands, running, loop)
@@ -88,7 +90,9 @@ def resume_together(running: Sequence[Runtime]) -> None:
         for checkpoints in filter(None, saved):
             checkpoints.resume_at(max(common))
     else:
-        log.warning("the islands' checkpoints are of different steps: some islands take the state of others")
+        log.warning(
+            "the islands' checkpoints are of different steps: some islands take the state of others"
+        )
 
 
 def count_processors(device: str) -> int:
@@ -100,7 +104,9 @@ def count_processors(device: str) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_threads(islands: Sequence[IslandConfig], running: Sequence[Runtime], loop: Callable[[Runtime], None]) -> None:
+def run_threads(
+    islands: Sequence[IslandConfig], running: Sequence[Runtime], loop: Callable[[Runtime], None]
+) -> None:
     """Run each island in a thread, and return when all have ended. Raises if one fails, because
     others need it.
     """

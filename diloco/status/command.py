@@ -16,9 +16,15 @@ from diloco.swarm.visit import host_of
 
 
 def status(
-    target: str, overrides: Sequence[str], run_name: str | None, *, as_json: bool, since: str | None = None
+    target: str,
+    overrides: Sequence[str],
+    run_name: str | None,
+    *,
+    as_json: bool,
+    since: str | None = None,
 ) -> int:
-    """Print the state of the runs at an address, or of the run in a folder. Returns 1 if an island is silent, else 0.
+    """Print the state of the runs at an address, or of the run in a folder. Returns 1 if an island
+    is silent, else 0.
 
     Raises ConfigError or InputError if there is no run.
     """
@@ -42,13 +48,18 @@ def find_status(
         from diloco.status.swarm import ask_swarm
 
         if since is not None:
-            raise ConfigError(f"got --since {since}, which is for the folder of a run: leave it out")
+            raise ConfigError(
+                f"got --since {since}, which is for the folder of a run: leave it out"
+            )
         return asyncio.run(ask_swarm(target, overrides, run_name))
     from diloco.status.folder import read_folder
 
     if overrides or run_name is not None:
         given = overrides[0] if overrides else f"--run {run_name}"
-        raise ConfigError(f"got {given}, which is for an address; {target!r} is the folder of one run: leave it out")
+        raise ConfigError(
+            f"got {given}, which is for an address; {target!r} is the folder of one run: leave it "
+            "out"
+        )
     if not Path(target).is_dir():
         raise ConfigError(
             f"got {target!r}, which is neither the folder of a run (runs/quickstart) nor an "

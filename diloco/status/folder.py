@@ -1,4 +1,6 @@
-"""The state of the islands with records in a run's folder: islands of this machine, running or not."""
+"""The state of the islands with records in a run's folder: islands of this machine, running or
+not.
+"""
 
 import time
 from pathlib import Path
@@ -23,11 +25,17 @@ def read_folder(run_dir: Path, since: float = 0.0) -> RunStatus:
     config_hash = plan.config.hash if plan.config else ""
     account = account_for((island.name, island.all) for island in records)
     overview = find_overview(account, plan, since)
-    return RunStatus(plan.name, str(run_dir), config_hash, islands, plan.num_steps, plan.num_rounds, overview)
+    return RunStatus(
+        plan.name, str(run_dir), config_hash, islands, plan.num_steps, plan.num_rounds, overview
+    )
 
 
 def see_island(figures: IslandFigures) -> SeenIsland:
-    """Return the state of an island with these figures. Records do not show whether its processes live."""
+    """Return the state of an island with these figures. Records do not show whether its processes
+    live.
+    """
     silent = human_seconds(max(time.time() - (figures.last_record or 0.0), 0.0))
     state = f"{figures.end} {silent} ago" if figures.end else f"last record {silent} ago"
-    return SeenIsland(name=figures.name, state=state, figures=figures, round=figures.round, digest=figures.digest)
+    return SeenIsland(
+        name=figures.name, state=state, figures=figures, round=figures.round, digest=figures.digest
+    )

@@ -38,7 +38,9 @@ class OrderText(Message):
     island: IslandName
     action: Action
     argument: str = Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
-    """stop: the number of rounds after which to stop, or empty for the round under way. exclude: a name or a key."""
+    """stop: the number of rounds after which to stop, or empty for the round under way. exclude: a
+    name or a key.
+    """
     time: int = Field(ge=0, lt=1 << 53)
     """Milliseconds since 1970 on the operator's clock.
 
@@ -64,7 +66,9 @@ class Carried(Message):
 def sign_order(text: OrderText, key: IslandKey) -> Order:
     """Return the order, signed with an operator's key."""
     body = text.model_dump_json()
-    return Order(text=body, operator=key.public, signature=key.sign(purpose(text.run), body.encode()).hex())
+    return Order(
+        text=body, operator=key.public, signature=key.sign(purpose(text.run), body.encode()).hex()
+    )
 
 
 def purpose(run: str) -> str:
@@ -75,7 +79,9 @@ def purpose(run: str) -> str:
 class OrderServer:
     """Carries out the orders of listed operators to one island."""
 
-    def __init__(self, run: str, folder: Path, operators: Collection[str], note: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, run: str, folder: Path, operators: Collection[str], note: Callable[[str, str], None]
+    ) -> None:
         """`folder` is the island's and has its name.
 
         `note` records each order by its name and text.
@@ -106,14 +112,20 @@ class OrderServer:
 
     def _check(self, order: Order, now_ms: int) -> OrderText:
         if order.operator not in self._operators:
-            raise MessageError(f"{order.operator[:16]} is no operator of this island (island.operators)")
-        if not verify(order.operator, purpose(self._run), order.text.encode(), bytes.fromhex(order.signature)):
+            raise MessageError(
+                f"{order.operator[:16]} is no operator of this island (island.operators)"
+            )
+        if not verify(
+            order.operator, purpose(self._run), order.text.encode(), bytes.fromhex(order.signature)
+        ):
             raise MessageError("the order's signature is wrong")
         text = parse(OrderText, order.text)
         if (text.run, text.island) != (self._run, self._folder.name):
             raise MessageError(f"the order is for {text.island} of run {text.run}")
         if abs(now_ms - text.time) > FRESH_MS:
-            raise MessageError(f"the order's time differs by {abs(now_ms - text.time) // 1000} s from this clock's")
+            raise MessageError(
+                f"the order's time differs by {abs(now_ms - text.time) // 1000} s from this clock's"
+            )
         if text.time <= self._newest.get(order.operator, 0):
             raise MessageError("the order is not newer than the last one that was carried out")
         return text
@@ -133,11 +145,18 @@ def carry_out(folder: Path, action: Action, argument: str) -> str:
             if argument and not argument.isdecimal():
                 raise MessageError(f"stop: got {argument!r}; allowed: a number of rounds")
             (folder / STOP).write_text(argument)
-            return f"leaves after {argument} rounds" if argument else "leaves after the round under way"
+            return (
+                f"leaves after {argument} rounds"
+                if argument
+                else "leaves after the round under way"
+            )
         if not argument:
             raise MessageError("exclude: an island's name or key is missing")
         with (folder / BANNED_FILE).open("a") as file:
-            file.write(f"{argument}  # by an operator, {time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime())}\n")
+            file.write(
+                f"{argument}  # by an operator, "
+                f"{time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime())}\n"
+            )
         return f"refuses {argument} from now on"
     except OSError as error:
         raise MessageError(f"{action}: {error.strerror}: {error.filename}") from None

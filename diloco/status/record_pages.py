@@ -40,7 +40,9 @@ class RecordsRequest(Message):
 
 
 class RecordsPage(Message):
-    """The reply. It comes from a peer, so it is validated strictly; its lines are checked one by one later."""
+    """The reply. It comes from a peer, so it is validated strictly; its lines are checked one by
+    one later.
+    """
 
     journal: str = Field(max_length=16, pattern=r"^[0-9a-f]*$")
     """Identifies the file: an island that restarts in an empty folder has another one.
@@ -78,7 +80,9 @@ class RecordsServer:
         return deflate(page.encode())
 
     def read_page(self, request: RecordsRequest) -> RecordsPage:
-        """Return the lines after the request's offset; all lines if the watcher knows another file."""
+        """Return the lines after the request's offset; all lines if the watcher knows another
+        file.
+        """
         try:
             with self._path.open("rb") as file:
                 self._journal = self._journal or name_journal(file.read(HEAD_BYTES))
@@ -91,7 +95,8 @@ class RecordsServer:
             return RecordsPage(journal="", end=0, size=0, lines="")
         whole = data.rfind(b"\n") + 1
         if not whole and len(data) == PAGE_BYTES:
-            whole = PAGE_BYTES  # No record is so long: the damaged line is sent in pieces, and the watcher drops it.
+            # No record is so long: the damaged line is sent in pieces, and the watcher drops it.
+            whole = PAGE_BYTES
         return RecordsPage(
             journal=self._journal,
             end=begin + whole,

@@ -144,7 +144,9 @@ class StatusServer:
         position = self._find_position()
         now = time.time()
         silent = max(now - (figures.last_record or now), 0.0)
-        doing, doing_seconds = self._doing.now if self._doing is not None else ("since its last record", silent)
+        doing, doing_seconds = (
+            self._doing.now if self._doing is not None else ("since its last record", silent)
+        )
         return IslandStatus(
             **self._place.model_dump(),
             **tell_training(figures, now).model_dump(),
@@ -159,16 +161,28 @@ class StatusServer:
 
 
 def tell_training(figures: IslandFigures, now: float) -> Training:
-    """Return an island's figures at unix time `now` as they are sent, without losses too large for a Figure."""
-    values = {name: getattr(figures, name) for name in Training.model_fields if name != "event_seconds"}
-    values |= {name: None for name, value in values.items() if isinstance(value, float) and abs(value) > MAX_FIGURE}
+    """Return an island's figures at unix time `now` as they are sent, without losses too large for
+    a Figure.
+    """
+    values = {
+        name: getattr(figures, name) for name in Training.model_fields if name != "event_seconds"
+    }
+    values |= {
+        name: None
+        for name, value in values.items()
+        if isinstance(value, float) and abs(value) > MAX_FIGURE
+    }
     values["event"] = (figures.event or "")[:MAX_EVENT_CHARACTERS]
     values["event_seconds"] = max(now - figures.event_time, 0.0) if figures.event else 0.0
     return Training(**values)
 
 
 def read_figures(status: IslandStatus, now: float) -> IslandFigures:
-    """Return the figures in a status that came at unix time `now`, the inverse of `tell_training`."""
-    values = status.model_dump(include={*Training.model_fields, "round"} - {"event", "event_seconds"})
+    """Return the figures in a status that came at unix time `now`, the inverse of
+    `tell_training`.
+    """
+    values = status.model_dump(
+        include={*Training.model_fields, "round"} - {"event", "event_seconds"}
+    )
     values |= {"event": one_line(status.event) or None, "event_time": now - status.event_seconds}
     return IslandFigures(name=status.island, tokens=None, **values)

@@ -29,14 +29,25 @@ class SeenIsland:
 
     @property
     def newest_round(self) -> int | None:
-        """Committed rounds of the run. The answer of an island is newer than its record in the swarm."""
+        """Committed rounds of the run. The answer of an island is newer than its record in the
+        swarm.
+        """
         return self.figures.round if self.figures is not None else self.round
 
     def to_json(self) -> dict[str, Any]:
         """Return the same as values for JSON."""
-        place = {} if self.status is None else self.status.model_dump(exclude={"tokens", "event_seconds"})
+        place = (
+            {}
+            if self.status is None
+            else self.status.model_dump(exclude={"tokens", "event_seconds"})
+        )
         figures = {} if self.figures is None else asdict(self.figures)
-        own = {"name": self.name, "state": self.state, "round": self.newest_round, "digest": self.digest}
+        own = {
+            "name": self.name,
+            "state": self.state,
+            "round": self.newest_round,
+            "digest": self.digest,
+        }
         return place | figures | own | {"path": self.path, "answered": self.status is not None}
 
 
@@ -63,12 +74,19 @@ class RunStatus:
 
     @property
     def committed_tokens(self) -> int | None:
-        """Tokens of all islands in committed rounds, by the answers of islands; None without an answer."""
-        return max((island.status.tokens for island in self.islands if island.status is not None), default=None)
+        """Tokens of all islands in committed rounds, by the answers of islands; None without an
+        answer.
+        """
+        return max(
+            (island.status.tokens for island in self.islands if island.status is not None),
+            default=None,
+        )
 
     @property
     def digests_by_round(self) -> dict[int, list[str]]:
-        """Digests of the states that islands hold, one for each island, by the number of committed rounds."""
+        """Digests of the states that islands hold, one for each island, by the number of committed
+        rounds.
+        """
         digests: dict[int, list[str]] = {}
         for island in self.islands:
             if island.round is not None and island.digest:

@@ -34,7 +34,9 @@ from outer.routes.proxy import parse_proxy
 CALL_SECONDS = 5.0
 
 
-async def ask_swarm(address: str, overrides: Sequence[str], run_name: str | None) -> list[RunStatus]:
+async def ask_swarm(
+    address: str, overrides: Sequence[str], run_name: str | None
+) -> list[RunStatus]:
     """Return the state of the runs at an address, or only of the named run.
 
     `overrides` are settings of an island on this machine. Raises ConfigError or InputError if there
@@ -43,10 +45,19 @@ async def ask_swarm(address: str, overrides: Sequence[str], run_name: str | None
     local = resolve_visitor(overrides, address)
     runs = await find_runs_at(local, address, run_name)
     if run_name is not None and run_name not in runs:
-        raise ConfigError(f"--run: no run {run_name!r} at {address}; runs there: {', '.join(sorted(runs)) or 'none'}")
+        raise ConfigError(
+            f"--run: no run {run_name!r} at {address}; runs there: "
+            f"{', '.join(sorted(runs)) or 'none'}"
+        )
     if not runs:
-        raise ConfigError(f"no run is known at {address}: start an island of it first, or check the address")
-    return [await ask_run(local, address, name, runs[name]) for name in sorted(runs) if run_name in (None, name)]
+        raise ConfigError(
+            f"no run is known at {address}: start an island of it first, or check the address"
+        )
+    return [
+        await ask_run(local, address, name, runs[name])
+        for name in sorted(runs)
+        if run_name in (None, name)
+    ]
 
 
 async def ask_run(local: LocalIsland, address: str, name: str, info: RunInfo) -> RunStatus:
@@ -58,7 +69,9 @@ async def ask_run(local: LocalIsland, address: str, name: str, info: RunInfo) ->
     return RunStatus(name, address, run.hash, islands, run.total_steps, run.outer.num_rounds)
 
 
-async def ask_islands(local: LocalIsland, address: str, run: RunConfig, info: RunInfo) -> list[SeenIsland]:
+async def ask_islands(
+    local: LocalIsland, address: str, run: RunConfig, info: RunInfo
+) -> list[SeenIsland]:
     """Ask the listed islands of a run, and those that have records, at once."""
     async with open_run_network(local, address, run, info) as network:
         members = await find_members(network, info)
@@ -77,7 +90,9 @@ async def ask_island(
     try:
         status = await ask_status(network, member)
     except OuterError as error:
-        return SeenIsland(name=name, state=f"{explain_silence(error)}; `diloco doctor` says more", **record)
+        return SeenIsland(
+            name=name, state=f"{explain_silence(error)}; `diloco doctor` says more", **record
+        )
     state = f"{one_line(status.doing)} for {human_seconds(status.doing_seconds)}"
     path = await find_path(local, run, member.control_addresses[0])
     figures = read_figures(status, time.time())
@@ -87,7 +102,9 @@ async def ask_island(
 async def ask_status(network: Network, member: Member) -> IslandStatus:
     """Return the island's status. Raises OuterError."""
     address = member.control_addresses[0]
-    return await call_message(network.messenger, address, CALL, None, IslandStatus, timeout_seconds=CALL_SECONDS)
+    return await call_message(
+        network.messenger, address, CALL, None, IslandStatus, timeout_seconds=CALL_SECONDS
+    )
 
 
 def explain_silence(error: OuterError) -> str:
@@ -105,7 +122,9 @@ async def find_path(local: LocalIsland, run: RunConfig, address: str) -> str:
     if not network.has_routes:
         return f"direct {address}"
     try:
-        route, failed = await find_route(Dialer(parse_proxy(local.island.proxy)), parse_island_address(address))
+        route, failed = await find_route(
+            Dialer(parse_proxy(local.island.proxy)), parse_island_address(address)
+        )
     except MessageError as error:
         return f"unknown: {first_line(error)}"
     return f"none: {'; '.join(failed)}" if route is None else describe_route(route)

@@ -3,7 +3,15 @@
 import time
 from collections.abc import Iterator
 
-from diloco.formatting import UNKNOWN, align, human_bytes, human_count, human_loss, human_seconds, one_line
+from diloco.formatting import (
+    UNKNOWN,
+    align,
+    human_bytes,
+    human_count,
+    human_loss,
+    human_seconds,
+    one_line,
+)
 from diloco.records.figures import cells
 from diloco.status.reply import MAX_EVENT_CHARACTERS
 from diloco.status.run_status import RunStatus, SeenIsland
@@ -18,7 +26,10 @@ def format_run(run: RunStatus) -> Iterator[str]:
     if not run.islands:
         yield "  no island is alive: start one, or wait for one to return"
         return
-    yield from (f"  {line}" for line in align([COLUMNS, *(format_island(run, island) for island in run.islands)]))
+    yield from (
+        f"  {line}"
+        for line in align([COLUMNS, *(format_island(run, island) for island in run.islands)])
+    )
     for island in run.islands:
         yield f"  {island.name}: {'; '.join(describe_island(island))}"
     yield f"  {describe_states(run)}"
@@ -34,7 +45,10 @@ def describe_overview(run: RunStatus) -> Iterator[str]:
         yield from (f"  {line}" for line in run.overview.lines)
     elif run.islands:
         yield describe_answers(run)
-        yield f"since: the last event of each island is below; `diloco watch {run.where}` collects their records"
+        yield (
+            f"since: the last event of each island is below; `diloco watch {run.where}` "
+            "collects their records"
+        )
 
 
 def describe_answers(run: RunStatus) -> str:
@@ -56,13 +70,20 @@ def describe_run(run: RunStatus) -> str:
     of = f" of {run.num_rounds}" if run.num_rounds else ""
     learnt = "" if run.committed_tokens is None else f", {human_count(run.committed_tokens)} tokens"
     config = f", config {run.config_hash}" if run.config_hash else ""
-    return f"{len(run.islands)} island{'' if len(run.islands) == 1 else 's'}, {run.round}{of} rounds{learnt}{config}"
+    return (
+        f"{len(run.islands)} island{'' if len(run.islands) == 1 else 's'}, {run.round}{of} "
+        f"rounds{learnt}{config}"
+    )
 
 
 def format_island(run: RunStatus, island: SeenIsland) -> tuple[str, ...]:
     """Return one row of the table."""
     number = UNKNOWN if island.newest_round is None else str(island.newest_round)
-    known = {"island": island.name, "round": number} if island.figures is None else cells(island.figures, run.num_steps)
+    known = (
+        {"island": island.name, "round": number}
+        if island.figures is None
+        else cells(island.figures, run.num_steps)
+    )
     known["digest"] = island.digest[:8] or UNKNOWN
     return tuple(known.get(column, UNKNOWN) for column in COLUMNS)
 
@@ -89,7 +110,10 @@ def describe_states(run: RunStatus) -> str:
     if differing := [number for number, found in digests.items() if len(set(found)) > 1]:
         rounds = ", ".join(map(str, sorted(differing)))
         return (
-            f"States DIFFER after {rounds} rounds: the islands repair this themselves once they all reach each other."
+            f"States DIFFER after {rounds} rounds: the islands repair this themselves once "
+            "they all reach each other."
         )
-    told = ", ".join(f"{len(digests[number])} after {number} rounds" for number in sorted(digests, reverse=True))
+    told = ", ".join(
+        f"{len(digests[number])} after {number} rounds" for number in sorted(digests, reverse=True)
+    )
     return f"States are equal among islands that have committed equally many rounds: {told}."

@@ -1,4 +1,6 @@
-"""Lets an island answer visitors: `diloco doctor` on every rank, `diloco status` and `diloco watch` on rank 0."""
+"""Lets an island answer visitors: `diloco doctor` on every rank, `diloco status` and `diloco watch`
+on rank 0.
+"""
 
 import platform
 from dataclasses import dataclass
@@ -64,4 +66,8 @@ def serve_visitors(
 
 def name_device(device: str) -> str:
     """Return the name of a GPU, or the kind of processor."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU ({platform.machine()})"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.startswith("cuda")
+        else f"CPU ({platform.machine()})"
+    )

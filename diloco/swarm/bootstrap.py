@@ -1,4 +1,6 @@
-"""`diloco bootstrap` and `diloco relay`: serve addresses where islands find or reach each other. They train nothing."""
+"""`diloco bootstrap` and `diloco relay`: serve addresses where islands find or reach each other.
+They train nothing.
+"""
 
 import re
 import signal
@@ -45,7 +47,12 @@ def bootstrap(
 
 
 def relay(
-    host: str, port: int, announce_host: str | None, run_key_file: Path | None, allow: list[str], mbit: float | None
+    host: str,
+    port: int,
+    announce_host: str | None,
+    run_key_file: Path | None,
+    allow: list[str],
+    mbit: float | None,
 ) -> None:
     """Forward connections until SIGTERM or SIGINT. Prints the address for `island.relays`."""
     from outer.network.event_loop import EventLoopThread
@@ -53,7 +60,10 @@ def relay(
     from outer.routes.relay import Relay, RelayLimits
 
     if bad := next((key for key in allow if re.fullmatch(PUBLIC_KEY, key) is None), None):
-        raise ConfigError(f"--allow: got {bad!r}; allowed: an island's key (64 hexadecimal digits, see `diloco key`)")
+        raise ConfigError(
+            f"--allow: got {bad!r}; allowed: an island's key (64 hexadecimal digits, see `diloco "
+            "key`)"
+        )
     key = load_run_key(str(run_key_file) if run_key_file else None)
     stopped = _expect_stop()
     loop = EventLoopThread()
@@ -61,9 +71,14 @@ def relay(
     try:
         loop.run(server.open(host, port), START_SECONDS)
     except OSError as error:
-        raise ConfigError(f"--host, --port: cannot listen on {host}:{port}: {error.strerror}; choose others") from None
+        raise ConfigError(
+            f"--host, --port: cannot listen on {host}:{port}: {error.strerror}; choose others"
+        ) from None
     typer.echo(f"{PREFIX}{announce_host or host}:{server.port}")
-    typer.echo("pass it to the islands that nobody can reach: island.relays=[ADDRESS], with outer.transport=tls")
+    typer.echo(
+        "pass it to the islands that nobody can reach: island.relays=[ADDRESS], with "
+        "outer.transport=tls"
+    )
     stopped.wait()
     loop.try_to(server.close(), CLOSE_SECONDS)
     loop.close()
@@ -80,23 +95,44 @@ def _expect_stop() -> threading.Event:
     return stopped
 
 
-def _check(host: str, rendezvous: str, identity: Path | None, run_key_file: Path | None, folder: Path | None) -> None:
+def _check(
+    host: str,
+    rendezvous: str,
+    identity: Path | None,
+    run_key_file: Path | None,
+    folder: Path | None,
+) -> None:
     if rendezvous not in ("dht", "tcp"):
-        raise ConfigError(f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind, tls), tcp (for gloo, tls)")
+        raise ConfigError(
+            f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind, tls), tcp (for gloo, "
+            "tls)"
+        )
     if rendezvous == "dht" and run_key_file is not None:
-        raise ConfigError("--run-key-file: a dht needs none, because its islands check each other's keys; leave it out")
+        raise ConfigError(
+            "--run-key-file: a dht needs none, because its islands check each other's keys; leave "
+            "it out"
+        )
     if rendezvous == "dht" and folder is not None:
-        raise ConfigError("--folder: a dht needs none, because each of its values is signed by its owner; leave it out")
+        raise ConfigError(
+            "--folder: a dht needs none, because each of its values is signed by its owner; leave "
+            "it out"
+        )
     if rendezvous == "tcp" and identity is not None:
-        raise ConfigError("--identity: a tcp address is host and port alone; leave it out, and set a fixed --port")
+        raise ConfigError(
+            "--identity: a tcp address is host and port alone; leave it out, and set a fixed --port"
+        )
     if rendezvous == "dht":
-        require_hivemind("--rendezvous dht, the default,", "use --rendezvous tcp, where islands over tls and gloo meet")
+        require_hivemind(
+            "--rendezvous dht, the default,",
+            "use --rendezvous tcp, where islands over tls and gloo meet",
+        )
     try:
         if rendezvous == "dht":
             IPv4Address(host)
     except ValueError:
         raise ConfigError(
-            f"--host: got {host!r}; allowed: an IPv4 address of this machine, for example 127.0.0.1, or 0.0.0.0 for all"
+            f"--host: got {host!r}; allowed: an IPv4 address of this machine, for example "
+            "127.0.0.1, or 0.0.0.0 for all"
         ) from None
 
 
@@ -108,7 +144,10 @@ def _serve_dht(host: str, port: int, identity: Path | None):
     try:
         peer = loop.run(serve_bootstrap([f"/ip4/{host}/tcp/{port}"], identity), START_SECONDS)
     except TimeoutError:
-        text = f"libp2p's daemon did not start within {START_SECONDS:g} s; `diloco doctor` checks this machine"
+        text = (
+            f"libp2p's daemon did not start within {START_SECONDS:g} s; `diloco doctor` checks "
+            "this machine"
+        )
         raise OuterError(text) from None
     return list(peer.addresses), lambda: loop.try_to(peer.close(), CLOSE_SECONDS)
 
@@ -117,5 +156,7 @@ def _serve_tcp(host: str, port: int, run_key_file: Path | None, folder: Path | N
     from outer.membership.rendezvous import serve_rendezvous
     from outer.network.run_key import load_run_key
 
-    server = serve_rendezvous(host, port, load_run_key(str(run_key_file) if run_key_file else None), folder)
+    server = serve_rendezvous(
+        host, port, load_run_key(str(run_key_file) if run_key_file else None), folder
+    )
     return [server.address], server.close

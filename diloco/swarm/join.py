@@ -25,7 +25,9 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     """Replace this process by the launcher of the joining island's ranks."""
     refused = [override for override in overrides if not override.startswith("island.")]
     if refused:
-        raise ConfigError(f"got {refused[0]!r}; a joiner takes the run's config and may only set island.key=value")
+        raise ConfigError(
+            f"got {refused[0]!r}; a joiner takes the run's config and may only set island.key=value"
+        )
     island = parse_config("", overrides, where="the command line").island
     text, taken = fetch_run_config(address, run_name, island.run_key_file, island.proxy)
     config = build_joiner_config(text, taken, address, [*overrides, f"island.ranks={ranks}"])
@@ -36,7 +38,10 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     check_folder(island_dir, config)
     make_folder(island_dir, "island.run_dir")
     write_atomically(island_dir / "config.yaml", dump_config(config))
-    typer.echo(f"joining run {config.name!r} as {config.island.label!r}: {island_dir}; {describe_data(config.run)}")
+    typer.echo(
+        f"joining run {config.name!r} as {config.island.label!r}: {island_dir}; "
+        f"{describe_data(config.run)}"
+    )
     become_island(config.island.ranks, ["train", str(island_dir / "config.yaml")], MAX_RESTARTS)
 
 
@@ -48,10 +53,18 @@ def build_joiner_config(text: str, taken: set[str], address: str, overrides: lis
     """
     run = parse_swarm_config(text)
     index = next(k for k in range(len(taken) + 1) if f"island-{k}" not in taken)
-    own = [f"island.bootstrap=[{address}]", f"island.index={index}", "island.joins=true", *overrides]
+    own = [
+        f"island.bootstrap=[{address}]",
+        f"island.index={index}",
+        "island.joins=true",
+        *overrides,
+    ]
     config = parse_config(dump_config(run), own, where="this island's config")
     if config.island.label in taken:
-        raise ConfigError(f"island.name: {config.island.label!r} is in the run already; names there: {sorted(taken)}")
+        raise ConfigError(
+            f"island.name: {config.island.label!r} is in the run already; names there: "
+            f"{sorted(taken)}"
+        )
     check_places(config.run, config.island)
     return config
 
@@ -81,7 +94,9 @@ def check_folder(island_dir: Path, config: Config) -> None:
 def fetch_run_config(
     address: str, run_name: str | None, run_key_file: str | None, proxy: str | None = None
 ) -> tuple[str, set[str]]:
-    """Fetch the config text of a run and the names of its islands from the swarm at `address`. Raises ConfigError."""
+    """Fetch the config text of a run and the names of its islands from the swarm at `address`.
+    Raises ConfigError.
+    """
     from diloco.swarm.visit import choose_run
     from outer.connect.meeting import find_runs
     from outer.membership.records import RunInfo

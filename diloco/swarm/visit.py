@@ -41,7 +41,9 @@ RENDEZVOUS = re.compile(r"tcp://(.+):([0-9]+)")
 
 @dataclass(frozen=True)
 class LocalIsland:
-    """The island that the user wants to run on this machine. `run` is None if no config file is given."""
+    """The island that the user wants to run on this machine. `run` is None if no config file is
+    given.
+    """
 
     run: RunConfig | None
     island: IslandConfig
@@ -61,20 +63,30 @@ class LocalIsland:
         return min(CONNECT_SECONDS, self.island.connect_seconds)
 
 
-def resolve_local_island(config: Config | None, overrides_only: Config, address: str | None) -> LocalIsland:
+def resolve_local_island(
+    config: Config | None, overrides_only: Config, address: str | None
+) -> LocalIsland:
     """Return the island of the config file, or else of the overrides and the kind of address."""
     if config is not None:
-        return LocalIsland(config.run, config.for_island(config.island.index), config.outer.transport)
+        return LocalIsland(
+            config.run, config.for_island(config.island.index), config.outer.transport
+        )
     island = overrides_only.for_island(overrides_only.island.index)
     is_tcp = address is not None and address.startswith("tcp://")
     return LocalIsland(None, island, "gloo" if is_tcp else "hivemind")
 
 
 def resolve_visitor(overrides: Sequence[str], address: str) -> LocalIsland:
-    """Return the island of a command without a config file. Raises ConfigError for other settings than an island's."""
+    """Return the island of a command without a config file. Raises ConfigError for other settings
+    than an island's.
+    """
     if refused := [override for override in overrides if not override.startswith("island.")]:
-        raise ConfigError(f"got {refused[0]!r}; a visitor has no run of its own and may only set island.key=value")
-    return resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
+        raise ConfigError(
+            f"got {refused[0]!r}; a visitor has no run of its own and may only set island.key=value"
+        )
+    return resolve_local_island(
+        None, parse_config("", overrides, where="the command line"), address
+    )
 
 
 def host_of(address: str) -> tuple[str, int] | None:
@@ -86,7 +98,9 @@ def host_of(address: str) -> tuple[str, int] | None:
 def open_run_network(
     local: LocalIsland, address: str, run: RunConfig, info: RunInfo
 ) -> AbstractAsyncContextManager[Network]:
-    """Open a network that can call the run's islands. It announces no record and no island calls it."""
+    """Open a network that can call the run's islands. It announces no record and no island calls
+    it.
+    """
     island = local.island
     folder = local.folder / run.name / local.island.label
     own = {}
@@ -100,11 +114,17 @@ def open_run_network(
 
 
 @asynccontextmanager
-async def open_probe_network(local: LocalIsland, run: RunConfig, **own: Any) -> AsyncIterator[Network]:
+async def open_probe_network(
+    local: LocalIsland, run: RunConfig, **own: Any
+) -> AsyncIterator[Network]:
     """Open a network and close it on exit. `own`: NetworkSettings of this network alone."""
     key = own.pop("island_key", None) or IslandKey.generate()
     run_key = load_usable_key(local.island)
-    shared = {"connect_seconds": local.connect_seconds, "run_key": run_key, "allow": local.island.allow}
+    shared = {
+        "connect_seconds": local.connect_seconds,
+        "run_key": run_key,
+        "allow": local.island.allow,
+    }
     guest = NetworkSettings(run.name, guest_name(key.public), 0, island_key=key, **shared, **own)
     network = await open_network(run.outer.transport, guest)
     try:
@@ -125,8 +145,12 @@ def load_usable_key(island: IslandConfig) -> RunKey | None:
         return None
 
 
-async def find_runs_at(local: LocalIsland, address: str, run_name: str | None) -> Mapping[str, RunInfo]:
-    """Return the runs at an address by name, or only the named one. Raises InputError or OuterError."""
+async def find_runs_at(
+    local: LocalIsland, address: str, run_name: str | None
+) -> Mapping[str, RunInfo]:
+    """Return the runs at an address by name, or only the named one. Raises InputError or
+    OuterError.
+    """
     key = load_usable_key(local.island)
     with life_signs(f"waiting for an answer of {address}, for at most {local.connect_seconds:g} s"):
         return await find_runs(address, local.connect_seconds, key, local.island.proxy, run_name)
@@ -150,9 +174,13 @@ def choose_run(runs: Mapping[str, RunInfo], name: str | None, address: str) -> R
     """
     names = ", ".join(sorted(runs))
     if not runs:
-        raise ConfigError(f"no run is known at {address}: start an island of it first, or check the address")
+        raise ConfigError(
+            f"no run is known at {address}: start an island of it first, or check the address"
+        )
     if name is None and len(runs) > 1:
-        raise ConfigError(f"{len(runs)} runs are known at {address}: {names}; choose with --run NAME")
+        raise ConfigError(
+            f"{len(runs)} runs are known at {address}: {names}; choose with --run NAME"
+        )
     if (chosen := name or next(iter(runs))) not in runs:
         raise ConfigError(f"--run: no run {chosen!r} at {address}; runs there: {names}")
     return runs[chosen]
@@ -160,4 +188,6 @@ def choose_run(runs: Mapping[str, RunInfo], name: str | None, address: str) -> R
 
 def describe_silence(error: BaseException, seconds: float) -> str:
     """Return why an island has not answered a call within `seconds`."""
-    return f"no answer within {seconds:g} s" if isinstance(error, DeadlineError) else first_line(error)
+    return (
+        f"no answer within {seconds:g} s" if isinstance(error, DeadlineError) else first_line(error)
+    )

@@ -107,7 +107,8 @@ class Recording(MetricsProcessor):
             "islands/round": report.round,
             "islands/islands": len(report.participants),
             "islands/sent(MB)": before.get("islands/sent(MB)", 0.0) + report.bytes_sent / 1e6,
-            "islands/received(MB)": before.get("islands/received(MB)", 0.0) + report.bytes_received / 1e6,
+            "islands/received(MB)": before.get("islands/received(MB)", 0.0)
+            + report.bytes_received / 1e6,
             "islands/wait(s)": before.get("islands/wait(s)", 0.0) + report.wait_seconds,
         }
 

@@ -24,7 +24,9 @@ def __getattr__(name: str) -> Callable[[], Trainer.Config]:
                 return wraps(found)(lambda: with_islands(found()))
     if failed:
         causes = "; ".join(f"{model}: {cause}" for model, cause in failed.items())
-        raise ImportError(f"{name!r} is no config of torchtitan, or of a model that cannot be imported: {causes}")
+        raise ImportError(
+            f"{name!r} is no config of torchtitan, or of a model that cannot be imported: {causes}"
+        )
     raise AttributeError(f"torchtitan has no config {name!r}")
 
 

@@ -33,7 +33,8 @@ def with_islands(config: Trainer.Config) -> Trainer.Config:
 
         island_parts: int = 0
         """Parts into which the islands' common dataset is cut: island k reads part k, modulo their
-        number. 0: outer.start_islands. 1: each island has a dataset of its own and reads all of it."""
+        number. 0: outer.start_islands. 1: each island has a dataset of its own and reads all of it.
+        """
 
         island_buffers: list[str] = field(default_factory=list)
         """Buffers that islands share: NAME=mean or NAME=donor. Biases of routers always are."""

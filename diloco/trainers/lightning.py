@@ -3,8 +3,8 @@
     trainer = Trainer(callbacks=[IslandsCallback("run.yaml", tokens=lambda batch: batch.numel())])
     trainer.fit(model, loader)
 
-The trainer stops when the run is over. Its step and its schedules follow the run, even if the island
-returns after an absence. Its checkpoints hold the state of the outer loop.
+The trainer stops when the run is over. Its step and its schedules follow the run, even if the
+island returns after an absence. Its checkpoints hold the state of the outer loop.
 """
 
 import sys
@@ -20,7 +20,8 @@ from diloco.own_loop.islands import Islands
 from diloco.trainers.lightning_progress import advance, log_round, logged_loss
 from diloco.trainers.run_of_trainer import check_length, check_resumes
 
-# Both packages have a class of this name, and each takes only its own. The loaded one is the user's.
+# Both packages have a class of this name, and each takes only its own. The loaded one is the
+# user's.
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch import Callback, LightningModule, Trainer  # pyright: ignore[reportMissingImports]
 else:
@@ -44,8 +45,8 @@ class IslandsCallback(Callback):
         tokens: Callable[[Any], int] | None = None,
         buffers: Mapping[str, str] | None = None,
     ) -> None:
-        """Create the callback. `tokens` returns the number of tokens in a batch of this rank; without
-        it each batch counts as one. `config`, `overrides`, `buffers`: as for `Islands`.
+        """Create the callback. `tokens` returns the number of tokens in a batch of this rank;
+        without it each batch counts as one. `config`, `overrides`, `buffers`: as for `Islands`.
         """
         self._config = config
         self._overrides = overrides
@@ -59,13 +60,15 @@ class IslandsCallback(Callback):
         self._has_failed = False
         self._evaluation = ExitStack()
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         if trainer.state.fn == "fit":
             self._saved = checkpoint.get(KEY)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Enter the run, when the checkpoint is loaded. Raises ConfigError before that if the trainer
-        resumes without the outer loop's state, or if its limits do not fit the run.
+        """Enter the run, when the checkpoint is loaded. Raises ConfigError before that if the
+        trainer resumes without the outer loop's state, or if its limits do not fit the run.
         """
         if hasattr(self, "islands"):
             self.islands.close("the trainer begins again")
@@ -75,7 +78,12 @@ class IslandsCallback(Callback):
         state = None if saved is None else saved[rank if rank < len(saved) else 0]
         self._has_failed = False
         self.islands = Islands(
-            self._config, pl_module, trainer.optimizers, self._overrides, state=state, buffers=self._buffers
+            self._config,
+            pl_module,
+            trainer.optimizers,
+            self._overrides,
+            state=state,
+            buffers=self._buffers,
         )
         self._group: dist.ProcessGroup | None = None
         if trainer.world_size > 1:
@@ -103,7 +111,9 @@ class IslandsCallback(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._evaluation.close()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Put the states of all ranks into the checkpoint. A round in flight lands first."""
         if self._has_failed or not hasattr(self, "islands"):
             return
@@ -116,30 +126,40 @@ class IslandsCallback(Callback):
         if not was_settled:
             # Landing has changed the model since Lightning took its state.
             checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
-            checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(each) for each in trainer.optimizers]
+            checkpoint["optimizer_states"] = [
+                trainer.strategy.optimizer_state(each) for each in trainer.optimizers
+            ]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the run; checkpoints of the end of training are saved before."""
         self.islands.leave()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the run. Checkpoints that are saved because of the exception have no state of it."""
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the run. Checkpoints that are saved because of the exception have no state of
+        it.
+        """
         self._has_failed = True
         if hasattr(self, "islands"):
             self._evaluation.close()
             self.islands.close(f"{type(exception).__name__} in the trainer")
 
     def _check(self, trainer: Trainer, *, has_state: bool) -> None:
-        """Raise ConfigError if the trainer's limits do not fit the run, or its checkpoint has no state."""
+        """Raise ConfigError if the trainer's limits do not fit the run, or its checkpoint has no
+        state.
+        """
         max_steps = None if trainer.max_steps < 0 else trainer.max_steps // len(trainer.optimizers)
         check_length(self._config, self._overrides, max_steps, "Trainer(max_steps=...)")
         if trainer.min_steps or trainer.min_epochs:
             raise ConfigError(
-                f"Trainer(min_steps={trainer.min_steps}, min_epochs={trainer.min_epochs}) would train on after the "
+                f"Trainer(min_steps={trainer.min_steps}, min_epochs={trainer.min_epochs}) would "
+                "train on after the "
                 "run is over; leave both out: the run decides when training ends"
             )
         cure = (
-            "Call fit with a checkpoint that IslandsCallback has saved, or load the model's weights and call fit of a "
+            "Call fit with a checkpoint that IslandsCallback has saved, or load the model's "
+            "weights and call fit of a "
             "new Trainer without ckpt_path: the island then takes the state of the others"
         )
         check_resumes(has_state=has_state, step=trainer.global_step, cure=cure)

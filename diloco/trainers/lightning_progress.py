@@ -1,4 +1,6 @@
-"""The progress of Lightning's `Trainer`: its steps, schedules, losses and metrics. Needs Lightning."""
+"""The progress of Lightning's `Trainer`: its steps, schedules, losses and metrics. Needs
+Lightning.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -17,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def advance(trainer: "Trainer", num_made: int, steps: int) -> None:
-    """Set a trainer that has made `num_made` steps to step `steps` of the run, and its schedules too."""
+    """Set a trainer that has made `num_made` steps to step `steps` of the run, and its schedules
+    too.
+    """
     loop = trainer.fit_loop.epoch_loop
     is_automatic = trainer.lightning_module.automatic_optimization
     progress = (
@@ -34,13 +38,20 @@ def advance(trainer: "Trainer", num_made: int, steps: int) -> None:
             num_calls = steps // schedule.frequency - num_made // schedule.frequency
             skip_steps(schedule.scheduler, num_calls, steps)
         else:
-            log.warning("a schedule by epochs stays where it is, although the run has gone on: use interval='step'")
+            log.warning(
+                "a schedule by epochs stays where it is, although the run has gone on: use "
+                "interval='step'"
+            )
 
 
 def logged_loss(trainer: "Trainer", outputs: Any) -> torch.Tensor | None:
-    """Return the loss of a step that Lightning logs, None in other steps: reading it waits for the GPU."""
+    """Return the loss of a step that Lightning logs, None in other steps: reading it waits for the
+    GPU.
+    """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    if trainer.global_step % max(trainer.log_every_n_steps, 1) or not isinstance(loss, torch.Tensor):
+    if trainer.global_step % max(trainer.log_every_n_steps, 1) or not isinstance(
+        loss, torch.Tensor
+    ):
         return None
     return loss * trainer.accumulate_grad_batches
 

@@ -2,8 +2,9 @@
 
     config = TrainerConfig(...).with_callback("islands", IslandsCallback("run.yaml"))
 
-The trainer stops when the run is over. Its step, its tokens and so its schedule follow the run, even if
-the island returns after an absence. Its checkpoints hold the state of the outer loop of each rank.
+The trainer stops when the run is over. Its step, its tokens and so its schedule follow the run,
+even if the island returns after an absence. Its checkpoints hold the state of the outer loop of
+each rank.
 """
 
 from contextlib import ExitStack
@@ -27,7 +28,9 @@ class IslandsCallback(Callback):
     """
 
     priority: ClassVar[int] = 2
-    """Before the callback that saves checkpoints, so that a checkpoint holds the step that it counts."""
+    """Before the callback that saves checkpoints, so that a checkpoint holds the step that it
+    counts.
+    """
     config: str | Path | dict[str, Any] = "run.yaml"
     overrides: list[str] = field(default_factory=list)
     buffers: dict[str, str] | None = None
@@ -49,13 +52,14 @@ class IslandsCallback(Callback):
         self._saved = state_dict
 
     def pre_train(self) -> None:
-        """Enter the run, when the checkpoint is loaded. Raises ConfigError before that if the trainer
-        resumes without the outer loop's state, or ends before the run.
+        """Enter the run, when the checkpoint is loaded. Raises ConfigError before that if the
+        trainer resumes without the outer loop's state, or ends before the run.
         """
         trainer = self.trainer
         cure = (
             "Use a checkpoint that the trainer has saved with this callback, or load one with "
-            "load_trainer_state=False into an empty save_folder: the island then takes the state of the others"
+            "load_trainer_state=False into an empty save_folder: the island then takes the state "
+            "of the others"
         )
         check_length(self.config, self.overrides, trainer.max_steps, "max_duration")
         check_resumes(has_state=bool(self._saved), step=trainer.global_step, cure=cure)
@@ -63,7 +67,9 @@ class IslandsCallback(Callback):
         parts = getattr(module, "model_parts", None) or getattr(module, "model")  # noqa: B009
         optimizers = getattr(module, "optimizers", None) or getattr(module, "optim")  # noqa: B009
         saved = self._saved or None
-        self.islands = Islands(self.config, parts, optimizers, self.overrides, state=saved, buffers=self.buffers)
+        self.islands = Islands(
+            self.config, parts, optimizers, self.overrides, state=saved, buffers=self.buffers
+        )
         self._saved = {}
         self._follow()
 
@@ -89,7 +95,9 @@ class IslandsCallback(Callback):
 
     def post_step(self) -> None:
         """Put the global params into the model if an evaluation follows, until the next hook."""
-        evaluators = [each for each in self.trainer.callbacks.values() if isinstance(each, EvaluatorCallback)]
+        evaluators = [
+            each for each in self.trainer.callbacks.values() if isinstance(each, EvaluatorCallback)
+        ]
         if any(is_due(each, self.step) for each in evaluators) and not self.islands.is_over:
             self._evaluation.enter_context(self.islands.global_params())
 

@@ -1,4 +1,6 @@
-"""What every trainer of another project has to check before it enters a run, and the metrics of a round."""
+"""What every trainer of another project has to check before it enters a run, and the metrics of a
+round.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +12,10 @@ from outer.report import RoundReport
 
 
 def check_length(
-    config: str | Path | Mapping[str, Any], overrides: Sequence[str], num_steps: int | None, setting: str
+    config: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    num_steps: int | None,
+    setting: str,
 ) -> None:
     """Raise ConfigError if the trainer would end before the run.
 
@@ -21,9 +26,12 @@ def check_length(
     if num_steps is None or run.outer.wait_for != "all" or num_steps >= run.total_steps:
         return
     raise ConfigError(
-        f"{setting} is {num_steps}, and the run has {run.total_steps} steps (outer.rounds={run.outer.rounds} x "
-        f"outer.inner_steps={run.outer.inner_steps}): the island would leave before the run is over. Set {setting} to "
-        f"at least {run.total_steps}, or lower outer.rounds on all islands; the run's end stops the trainer"
+        f"{setting} is {num_steps}, and the run has {run.total_steps} steps "
+        f"(outer.rounds={run.outer.rounds} x "
+        f"outer.inner_steps={run.outer.inner_steps}): the island would leave before the run is "
+        f"over. Set {setting} to "
+        f"at least {run.total_steps}, or lower outer.rounds on all islands; the run's end stops "
+        "the trainer"
     )
 
 
@@ -35,13 +43,16 @@ def check_resumes(*, has_state: bool, step: int, cure: str) -> None:
     """
     if step > 0 and not has_state:
         raise ConfigError(
-            f"the trainer resumes at its step {step} without the state of Islands, so it would begin a new run: the "
+            f"the trainer resumes at its step {step} without the state of Islands, so it would "
+            "begin a new run: the "
             f"checkpoint was saved without IslandsCallback, or after an error. {cure}"
         )
 
 
 def round_metrics(report: RoundReport) -> dict[str, float]:
-    """Return what a trainer logs about a round that has landed, by name. Bytes are those of all ranks."""
+    """Return what a trainer logs about a round that has landed, by name. Bytes are those of all
+    ranks.
+    """
     return {
         "islands/round": float(report.round),
         "islands/participants": float(len(report.participants)),

@@ -1,4 +1,6 @@
-"""The candidate settings of an island: which fit into its memory, how fast each is, which is best."""
+"""The candidate settings of an island: which fit into its memory, how fast each is, which is
+best.
+"""
 
 import os
 from dataclasses import dataclass
@@ -43,7 +45,11 @@ class Candidates:
         Higher degrees send more.
         """
         fitting = [number for number, island in enumerate(self.islands) if self._fits(island)]
-        return [number for number in fitting if self.islands[number].mesh.tp == self.islands[fitting[0]].mesh.tp]
+        return [
+            number
+            for number in fitting
+            if self.islands[number].mesh.tp == self.islands[fitting[0]].mesh.tp
+        ]
 
     def measure(self, numbers: list[int]) -> dict[int, float]:
         """Return the tokens per second of a layer on this device, by candidate.
@@ -71,9 +77,17 @@ class Candidates:
         It has the least recomputation, then the smallest micro-batch: the formula of FLOPs ignores
         the cheap operations that `selective` repeats.
         """
-        fast = [number for number, speed in speeds.items() if speed >= AS_FAST * max(speeds.values())]
+        fast = [
+            number for number, speed in speeds.items() if speed >= AS_FAST * max(speeds.values())
+        ]
         kinds = get_args(Recompute)
-        return min(fast, key=lambda n: (kinds.index(self.islands[n].parallel.recompute), self.islands[n].micro_batch))
+        return min(
+            fast,
+            key=lambda n: (
+                kinds.index(self.islands[n].parallel.recompute),
+                self.islands[n].micro_batch,
+            ),
+        )
 
     def _fits(self, island: IslandConfig) -> bool:
         if self.device.startswith("cuda"):

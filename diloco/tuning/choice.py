@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 FILE = "chosen.json"
 
 
-def choose_settings(run: RunConfig, island: IslandConfig, device: str, ranks: RankGroup, folder: Path) -> IslandConfig:
+def choose_settings(
+    run: RunConfig, island: IslandConfig, device: str, ranks: RankGroup, folder: Path
+) -> IslandConfig:
     """Return the island with the settings that its config leaves open.
 
     Every rank must call it together. A later start in the same `folder`, with the same ranks and
@@ -57,7 +59,9 @@ def _free_bytes(device: str) -> float:
 def _key(run: RunConfig, island: IslandConfig, device: str) -> str:
     """Return a hash of all that a choice depends on, except for memory and speed, which vary."""
     kind = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    settings = island.model_dump_json(include={"ranks", "auto", "mesh", "parallel", "micro_batch", "compute_dtype"})
+    settings = island.model_dump_json(
+        include={"ranks", "auto", "mesh", "parallel", "micro_batch", "compute_dtype"}
+    )
     return hashlib.sha256(f"{run.hash} {settings} {kind}".encode()).hexdigest()[:32]
 
 

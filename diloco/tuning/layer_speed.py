@@ -1,4 +1,6 @@
-"""Measures the speed of a layer of the model on this rank's device, by the size of the micro-batch."""
+"""Measures the speed of a layer of the model on this rank's device, by the size of the
+micro-batch.
+"""
 
 import time
 from dataclasses import replace
@@ -30,8 +32,12 @@ def measure_layer_speeds(
     for micro_batch in sorted(micro_batches):
         if speeds and time.perf_counter() - begun > SECONDS_IN_ALL:
             break
-        x_BSD = torch.randn(micro_batch, positions, sizes.dim, device=device, dtype=getattr(torch, dtype))
-        seconds = min([_time_layer(block, x_BSD, rope_2SE) for _ in range(WARM_UP + TIMED)][WARM_UP:])
+        x_BSD = torch.randn(
+            micro_batch, positions, sizes.dim, device=device, dtype=getattr(torch, dtype)
+        )
+        seconds = min(
+            [_time_layer(block, x_BSD, rope_2SE) for _ in range(WARM_UP + TIMED)][WARM_UP:]
+        )
         speeds[micro_batch] = micro_batch * positions / seconds
     return speeds
 

@@ -42,7 +42,9 @@ class VirtualEventLoop(EventLoop):
         return started.result()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
-        return self.wait_for(self.start(work if timeout_seconds is None else asyncio.wait_for(work, timeout_seconds)))
+        return self.wait_for(
+            self.start(work if timeout_seconds is None else asyncio.wait_for(work, timeout_seconds))
+        )
 
     def time(self) -> float:
         return self._machine.world.now
@@ -179,13 +181,17 @@ class _Loop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._machine.world.now
 
-    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> Any:
         handle = super().call_soon_threadsafe(callback, *args, context=context)
         if not self._is_active:
             self._wake_at(self.time())
         return handle
 
-    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
         """Do the work immediately, because the time of a real thread would not be in the simulated
         clock.
         """

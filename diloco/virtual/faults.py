@@ -31,7 +31,9 @@ class VirtualFaults:
         self._fleet = fleet
         self._pending = list(faults)
         self._seat_of = seat_of
-        self._storm = filter(lambda fault: fault.kind in KINDS and isinstance(fault.targets[0], int), storm)
+        self._storm = filter(
+            lambda fault: fault.kind in KINDS and isinstance(fault.targets[0], int), storm
+        )
         self._next_of_storm = next(self._storm, None)
         self._is_waited_for: VirtualIsland | None = None
         """An island that had not ended at the last check whether all have ended."""
@@ -45,7 +47,8 @@ class VirtualFaults:
         not waited for.
         """
         if self._is_waited_for is not None and not self._is_waited_for.is_over:
-            return False  # This function is called after every action, so the common case returns early.
+            # This function is called after every action, so the common case returns early.
+            return False
         islands = self._fleet.islands.values()
         self._is_waited_for = next((island for island in islands if not island.is_over), None)
         is_coming = self._num_coming > 0 and not self._fleet.has_finished
@@ -67,8 +70,15 @@ class VirtualFaults:
     def _is_due(self, fault: Fault) -> bool:
         fleet = self._fleet
         if fault.second is not None:
-            return fleet.first_commit_at is not None and fleet.world.now - fleet.first_commit_at >= fault.second
-        asked = [island for index, island in fleet.islands.items() if not fault.targets or index in fault.targets]
+            return (
+                fleet.first_commit_at is not None
+                and fleet.world.now - fleet.first_commit_at >= fault.second
+            )
+        asked = [
+            island
+            for index, island in fleet.islands.items()
+            if not fault.targets or index in fault.targets
+        ]
         if fault.step is not None:
             return any(island.diary.num_steps >= fault.step for island in asked)
         return fault.round is None or any(island.diary.round >= fault.round for island in asked)
@@ -121,9 +131,13 @@ def parse_faults(texts: Sequence[str]) -> list[Fault]:
     for text, fault in zip(texts, faults, strict=True):
         if fault.kind not in KINDS or fault.phase is not None or fault.part is not None:
             raise ConfigError(
-                f"--fault {text}: --virtual has the kinds {', '.join(KINDS)}, without phase=, process=, node=; leave "
+                f"--fault {text}: --virtual has the kinds {', '.join(KINDS)}, without phase=, "
+                "process=, node=; leave "
                 "it out, or leave out --virtual"
             )
         if not all(isinstance(target, int) for target in fault.targets):
-            raise ConfigError(f"--fault {text}: with --virtual there is no bootstrap process; name an island's index")
+            raise ConfigError(
+                f"--fault {text}: with --virtual there is no bootstrap process; name an island's "
+                "index"
+            )
     return faults

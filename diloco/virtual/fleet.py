@@ -33,7 +33,10 @@ class Totals:
 
     def since(self, earlier: "Totals") -> "Totals":
         """Return the totals counted since `earlier`."""
-        cpu = {name: seconds - earlier.cpu_seconds.get(name, 0.0) for name, seconds in self.cpu_seconds.items()}
+        cpu = {
+            name: seconds - earlier.cpu_seconds.get(name, 0.0)
+            for name, seconds in self.cpu_seconds.items()
+        }
         seconds = self.link_seconds - earlier.link_seconds
         return Totals(self.num_rounds, self.at, self.counts.since(earlier.counts), cpu, seconds)
 
@@ -59,7 +62,9 @@ class VirtualFleet:
         self._hub.heal(seat.name)
         after = self._chance.uniform(0.0, START_SECONDS)
         machine = Machine(self.world, seat.name)
-        island = VirtualIsland(seat, machine, incarnation=incarnation, joins=joins, start_after=after)
+        island = VirtualIsland(
+            seat, machine, incarnation=incarnation, joins=joins, start_after=after
+        )
         self.islands[seat.index] = island
         self.processes.append(island)
 
@@ -99,13 +104,21 @@ class VirtualFleet:
     @property
     def num_rounds(self) -> int:
         """Number of rounds committed by any island."""
-        return max((island.diary.rounds[-1].number + 1 for island in self.processes if island.diary.rounds), default=0)
+        return max(
+            (
+                island.diary.rounds[-1].number + 1
+                for island in self.processes
+                if island.diary.rounds
+            ),
+            default=0,
+        )
 
     @property
     def has_finished(self) -> bool:
         """Whether an island has reached the end of the run."""
         return any(
-            island.diary.ended_at and not island.diary.error and not island.was_killed for island in self.processes
+            island.diary.ended_at and not island.diary.error and not island.was_killed
+            for island in self.processes
         )
 
     @property
@@ -117,4 +130,10 @@ class VirtualFleet:
         cpu: dict[str, float] = {}
         for island in self.processes:
             cpu[island.seat.name] = cpu.get(island.seat.name, 0.0) + island.machine.cpu_seconds
-        return Totals(self.num_rounds, self.world.now, self._network.counts.copy(), cpu, self._network.busiest_seconds)
+        return Totals(
+            self.num_rounds,
+            self.world.now,
+            self._network.counts.copy(),
+            cpu,
+            self._network.busiest_seconds,
+        )

@@ -1,6 +1,8 @@
-"""One life of a virtual island: enter the run -> (inner steps -> round) x rounds -> leave, as in diloco/island.py.
+"""One life of a virtual island: enter the run -> (inner steps -> round) x rounds -> leave, as in
+diloco/island.py.
 
-Its rounds are those of real islands (`IslandRounds`); only inner steps are modelled: they take time on a virtual clock.
+Its rounds are those of real islands (`IslandRounds`); only inner steps are modelled: they take time
+on a virtual clock.
 """
 
 import logging
@@ -100,7 +102,9 @@ class PhaseTimes(NoHooks):
         if phase != "plan" or (round_number, phase) not in self.times:
             self.times[round_number, phase] = self._loop.time()
         if phase == "vote" and self._host_seconds:
-            self._loop.sleep(self._host_seconds)  # The reduce is complete, and this runs in the thread of the round.
+            self._loop.sleep(
+                self._host_seconds
+            )  # The reduce is complete, and this runs in the thread of the round.
 
     def describe(self, number: int, progress: Progress, landing: Landing) -> LandedRound:
         """Describe a round that has landed now. `progress`: the island's own in this round."""
@@ -120,7 +124,9 @@ class PhaseTimes(NoHooks):
 
 
 class DiaryEvents:
-    """The RoundEvents of a virtual island: it notes its rounds in the diary, and has no state to save."""
+    """The RoundEvents of a virtual island: it notes its rounds in the diary, and has no state to
+    save.
+    """
 
     def __init__(self, diary: Diary, outer: OuterLoop, phases: PhaseTimes) -> None:
         self._diary = diary
@@ -152,7 +158,9 @@ class DiaryEvents:
 class VirtualIsland:
     """One process of an island. It starts to run when it is created, on its own machine."""
 
-    def __init__(self, seat: Seat, machine: Machine, *, incarnation: int, joins: bool, start_after: float) -> None:
+    def __init__(
+        self, seat: Seat, machine: Machine, *, incarnation: int, joins: bool, start_after: float
+    ) -> None:
         """Create the process. It starts after `start_after` virtual seconds. `incarnation`: number
         of earlier processes.
         """
@@ -181,7 +189,11 @@ class VirtualIsland:
         the run yet.
         """
         machine = self.machine
-        return self.is_over or machine.frozen_until > machine.world.now or self.diary.entered_at is None
+        return (
+            self.is_over
+            or machine.frozen_until > machine.world.now
+            or self.diary.entered_at is None
+        )
 
     def close(self) -> None:
         """Free the threads and the event loop. Must be called after the simulation."""
@@ -201,7 +213,11 @@ class VirtualIsland:
         outer = self._open(params)
         outer.begin()
         self.diary.entered_at = self._loop.time()
-        rounds = IslandRounds(outer, self.seat.stand_in.config.num_rounds, DiaryEvents(self.diary, outer, self._phases))
+        rounds = IslandRounds(
+            outer,
+            self.seat.stand_in.config.num_rounds,
+            DiaryEvents(self.diary, outer, self._phases),
+        )
         rounds.proceed()
         while not rounds.is_over:
             self._inner_step(outer, params)
@@ -219,7 +235,9 @@ class VirtualIsland:
     def _open(self, params: StandInParams) -> OuterLoop:
         seat = self.seat
         key = IslandKey(sha256(f"{seat.seed} {seat.name}".encode()).digest())
-        settings = NetworkSettings(RUN, seat.name, 0, hub=seat.hub, island_key=key, connect_seconds=60.0)
+        settings = NetworkSettings(
+            RUN, seat.name, 0, hub=seat.hub, island_key=key, connect_seconds=60.0
+        )
         network = self._loop.run(open_network("loopback", settings))
         identity = Identity(seat.name, self._incarnation, key.public, seat.config_hash)
         own = LoopSettings(
@@ -231,4 +249,6 @@ class VirtualIsland:
             hooks=self._phases,
             now=self._loop.time,
         )
-        return build_loop(seat.stand_in.config, identity, params, RankGroup(), network, self._loop, own)
+        return build_loop(
+            seat.stand_in.config, identity, params, RankGroup(), network, self._loop, own
+        )

@@ -39,7 +39,9 @@ class Counts:
     def since(self, earlier: "Counts") -> "Counts":
         """Return what has been sent since `earlier`."""
         small_bytes = self.small_bytes - earlier.small_bytes
-        return Counts(self.messages - earlier.messages, self.num_bytes - earlier.num_bytes, small_bytes)
+        return Counts(
+            self.messages - earlier.messages, self.num_bytes - earlier.num_bytes, small_bytes
+        )
 
 
 @dataclass
@@ -85,7 +87,9 @@ class Uplink:
     def __init__(self, world: World) -> None:
         self._world = world
         self._waiting: dict[str, deque[Sending]] = defaultdict(deque)
-        """Payloads that wait, by receiver. It has the receivers to which a payload is being sent."""
+        """Payloads that wait, by receiver. It has the receivers to which a payload is being
+        sent.
+        """
         self._under_way: list[tuple[float, int, Sending]] = []
         """A heap of payloads in transit, by the value of `_passed` at which they end. At most one
         for each receiver."""
@@ -123,7 +127,9 @@ class Uplink:
         """
         if not self._under_way:
             return
-        ends_at = self._as_of + max(0.0, self._under_way[0][0] - self._passed) * len(self._under_way)
+        ends_at = self._as_of + max(0.0, self._under_way[0][0] - self._passed) * len(
+            self._under_way
+        )
         if ends_at < self._next_look:
             self._next_look = ends_at
             self._world.at(ends_at, lambda: self._look(ends_at))
@@ -186,12 +192,19 @@ class VirtualNetwork:
             self.counts.small_bytes[parcel.source] += size
             self.world.at(self._pass_both(parcel, sending, receiving) + latency, deliver)
         else:
-            self._send_payload(parcel, sending, receiving, lambda arrived: self.world.at(arrived + latency, deliver))
+            self._send_payload(
+                parcel,
+                sending,
+                receiving,
+                lambda arrived: self.world.at(arrived + latency, deliver),
+            )
 
     @property
     def busiest_seconds(self) -> float:
         """Return the seconds for which the busiest direction of any link has been in use."""
-        return max((way.busy_seconds for way in (*self.up.values(), *self.down.values())), default=0.0)
+        return max(
+            (way.busy_seconds for way in (*self.up.values(), *self.down.values())), default=0.0
+        )
 
     def _weigh(self, parcel: Parcel) -> tuple[int, int, float, float]:
         """Return the parcel's bytes, the number of messages it stands for, and its bytes on the
@@ -202,7 +215,12 @@ class VirtualNetwork:
         if parcel.tag is None or share == 1.0:
             return size, 1, size, size
         is_to_reducer = parcel.tag.leg is Leg.REDUCE
-        return size, round(1 / share), size * (1 if is_to_reducer else share), size * (share if is_to_reducer else 1)
+        return (
+            size,
+            round(1 / share),
+            size * (1 if is_to_reducer else share),
+            size * (share if is_to_reducer else 1),
+        )
 
     def size_of(self, parcel: Parcel) -> int:
         """Return the bytes of the data for which the parcel stands in a real run."""
@@ -217,10 +235,14 @@ class VirtualNetwork:
         down = self.down[parcel.to]
         sent_at = up.pass_through(parcel.lane, self.world.now, sending)
         # The first bytes arrive while the last bytes are still being sent.
-        down.free_at[parcel.lane] = max(sent_at, down.pass_through(parcel.lane, sent_at - sending, receiving))
+        down.free_at[parcel.lane] = max(
+            sent_at, down.pass_through(parcel.lane, sent_at - sending, receiving)
+        )
         return down.free_at[parcel.lane]
 
-    def _send_payload(self, parcel: Parcel, sending: float, receiving: float, arrive: Callable[[float], None]) -> None:
+    def _send_payload(
+        self, parcel: Parcel, sending: float, receiving: float, arrive: Callable[[float], None]
+    ) -> None:
         """Send over the uplink, and call `arrive` with the time at which the payload has passed
         both links.
         """
@@ -232,4 +254,6 @@ class VirtualNetwork:
             nonlocal has_room
             has_room = down.pass_through(parcel.lane, self.world.now, receiving)
 
-        self._uplinks[parcel.source].send(parcel.to, sending, begin, lambda: arrive(max(self.world.now, has_room)))
+        self._uplinks[parcel.source].send(
+            parcel.to, sending, begin, lambda: arrive(max(self.world.now, has_room))
+        )

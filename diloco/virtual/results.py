@@ -90,7 +90,9 @@ def measure(fleet: VirtualFleet) -> Results:
     return Results(
         num_islands=len(fleet.islands),
         num_rounds=fleet.num_rounds,
-        num_attempts=max((sum(each.num_attempts for each in p.diary.rounds) for p in processes), default=0),
+        num_attempts=max(
+            (sum(each.num_attempts for each in p.diary.rounds) for p in processes), default=0
+        ),
         utilisation=_find_utilisation(processes),
         commit_seconds=commit_seconds,
         terms=terms,
@@ -110,10 +112,16 @@ def measure(fleet: VirtualFleet) -> Results:
 
 def quantile(sorted_values: Sequence[float], share: float) -> float:
     """Return the value below which this share of the values lies."""
-    return sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)] if sorted_values else 0.0
+    return (
+        sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)]
+        if sorted_values
+        else 0.0
+    )
 
 
-def _find_terms(landed: Sequence[tuple[VirtualIsland, LandedRound]]) -> tuple[RoundTimes, list[float]]:
+def _find_terms(
+    landed: Sequence[tuple[VirtualIsland, LandedRound]],
+) -> tuple[RoundTimes, list[float]]:
     """Return the mean terms of a round, and the sorted times to commit."""
     if not landed:
         return RoundTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), []
@@ -149,7 +157,9 @@ def _find_utilisation(processes: Sequence[VirtualIsland]) -> float | None:
     """
     windows = [(p, p.diary.rounds) for p in processes if len(p.diary.rounds) > 1]
     total = sum(rounds[-1].landed_at - rounds[0].landed_at for _, rounds in windows)
-    steps = sum(p.seat.step_seconds * sum(each.num_steps for each in rounds[1:]) for p, rounds in windows)
+    steps = sum(
+        p.seat.step_seconds * sum(each.num_steps for each in rounds[1:]) for p, rounds in windows
+    )
     return steps / total if total else None
 
 
@@ -160,7 +170,10 @@ def _steady_totals(fleet: VirtualFleet) -> tuple[int, float, Totals]:
     The last round counts only if there is no other, because islands begin to leave at its commit.
     """
     begun = min((number for number in fleet.totals if number > 0), default=0)
-    ended = max((number for number in fleet.totals if begun < number < fleet.num_rounds), default=fleet.num_rounds)
+    ended = max(
+        (number for number in fleet.totals if begun < number < fleet.num_rounds),
+        default=fleet.num_rounds,
+    )
     first = fleet.totals[begun if begun < ended else 0]
     last = fleet.totals[ended]
     return last.num_rounds - first.num_rounds, last.at - first.at, last.since(first)

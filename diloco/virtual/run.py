@@ -104,7 +104,10 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
         what = f"simulating {run.num_islands} islands in virtual time"
         # Without the network and faults the run would take so long.
         least_seconds = outer.rounds * outer.inner_steps * slowest
-        with sharing(SharedWork(world)), life_signs(what, lambda: min(world.now / least_seconds, MOST_SHARE)):
+        with (
+            sharing(SharedWork(world)),
+            life_signs(what, lambda: min(world.now / least_seconds, MOST_SHARE)),
+        ):
             world.run(lambda: faults.is_over)
         fleet.watch()
     finally:

@@ -26,8 +26,10 @@ from inner.measure.param_specs import averaged_specs
 from outer.codecs.choice import build_codec_choice
 
 MODELLED = (
-    "Modelled: the time of inner steps, the links, and the bytes of payloads, which are counted and not moved. Real: "
-    "agreement, reduce schedule, transfers, leases, failure detection, and their processor time. Not in it: coding, "
+    "Modelled: the time of inner steps, the links, and the bytes of payloads, which are counted "
+    "and not moved. Real: "
+    "agreement, reduce schedule, transfers, leases, failure detection, and their processor time. "
+    "Not in it: coding, "
     "membership records, packet loss, TCP's slow start."
 )
 
@@ -87,7 +89,9 @@ def check_can_be_virtual(config: Config) -> None:
     outer = config.outer
     problems = []
     if outer.gossip is not None:
-        problems.append("outer.gossip is set; only rounds of all islands have a virtual form: set it to null")
+        problems.append(
+            "outer.gossip is set; only rounds of all islands have a virtual form: set it to null"
+        )
     if outer.wait_for != "all":
         problems.append(f"outer.wait_for is {outer.wait_for!r}: use all")
     if outer.experts.every > 1:
@@ -95,7 +99,10 @@ def check_can_be_virtual(config: Config) -> None:
     if outer.moments is not None:
         problems.append("outer.moments is set: set it to null")
     if build_codec_choice(outer).is_gathered:
-        problems.append(f"outer.codec is {outer.codec!r}, whose payloads all go to all islands: use another codec")
+        problems.append(
+            f"outer.codec is {outer.codec!r}, whose payloads all go to all islands: use another "
+            "codec"
+        )
     if outer.audit > 0:
         problems.append(f"outer.audit is {outer.audit:g}: set it to 0")
     if problems:
@@ -111,7 +118,9 @@ def parse_step_seconds(text: str | None) -> float:
         )
     seconds = _parse_duration("--step-seconds", text)
     if seconds <= 0:
-        raise ConfigError(f"--step-seconds: got {text!r}; allowed: more than 0, for example 0.5 or 500ms")
+        raise ConfigError(
+            f"--step-seconds: got {text!r}; allowed: more than 0, for example 0.5 or 500ms"
+        )
     return seconds
 
 
@@ -129,7 +138,9 @@ def print_results(name: str, step_seconds: float, results: Results, console: Con
     """Print all results of a run."""
     table = Table(title=f"Virtual run {name}", title_justify="left")
     table.add_column("")
-    table.add_column(f"{results.num_islands} islands, inner steps of {step_seconds:g} s", justify="right")
+    table.add_column(
+        f"{results.num_islands} islands, inner steps of {step_seconds:g} s", justify="right"
+    )
     for what, value in _rows(results):
         table.add_row(what, value)
     console.print(table)
@@ -143,7 +154,10 @@ def _rows(results: Results) -> Iterator[tuple[str, str]]:
     terms = results.terms
     times = results.commit_seconds
     yield "Rounds committed (attempts)", f"{results.num_rounds} ({results.num_attempts})"
-    yield "Utilisation", "-" if results.utilisation is None else f"{100 * results.utilisation:.1f} %"
+    yield (
+        "Utilisation",
+        "-" if results.utilisation is None else f"{100 * results.utilisation:.1f} %",
+    )
     yield "Inner steps in no commit", f"{results.num_steps_lost}"
     yield "States taken from others", f"{results.num_caught_up}"
     longest = times[-1] if times else 0.0
@@ -157,7 +171,10 @@ def _rows(results: Results) -> Iterator[tuple[str, str]]:
     yield "Round: votes", f"{terms.vote:.3f} s"
     yield "Busiest link in use", f"{100 * results.link_share:.1f} %"
     yield "Processor time per round and island (real)", f"{results.cpu_seconds:.4f} s"
-    yield f"Most processor time: {results.busiest_cpu[0]}, per round", f"{results.busiest_cpu[1]:.4f} s"
+    yield (
+        f"Most processor time: {results.busiest_cpu[0]}, per round",
+        f"{results.busiest_cpu[1]:.4f} s",
+    )
     yield (
         f"Most bytes of small messages: {results.busiest_sender[0]}, per round",
         human_bytes(results.busiest_sender[1]),

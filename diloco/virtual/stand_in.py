@@ -56,7 +56,9 @@ class StandInParams:
 
     def __init__(self, specs: Sequence[ParamSpec], index: int) -> None:
         self.specs = specs
-        self.slices = [ParamSlice(spec.name, *((0, size) for size in spec.matrix_shape)) for spec in specs]
+        self.slices = [
+            ParamSlice(spec.name, *((0, size) for size in spec.matrix_shape)) for spec in specs
+        ]
         self._values = [torch.zeros(spec.matrix_shape) for spec in specs]
         self._progress = 1e-3 * (1 + index)
 
@@ -85,10 +87,15 @@ def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: 
     """Build the stand-in for a model with these parameters in a run of `num_islands` islands."""
     codecs = build_codec_choice(outer)
     real = build_space(specs, outer, codecs)
-    by_fragment = [[p for p in real.parts if p.fragment == fragment] for fragment in range(real.num_fragments)]
+    by_fragment = [
+        [p for p in real.parts if p.fragment == fragment] for fragment in range(real.num_fragments)
+    ]
     is_shared = num_islands > MAX_WHOLE and min(map(len, by_fragment)) >= num_islands
     most = SHARERS if is_shared else max(MIN_PARTS, PARTS_PER_ISLAND * num_islands)
-    small_specs = [ParamSpec(_name(f, len(by_fragment)), (min(len(p), most), 1)) for f, p in enumerate(by_fragment)]
+    small_specs = [
+        ParamSpec(_name(f, len(by_fragment)), (min(len(p), most), 1))
+        for f, p in enumerate(by_fragment)
+    ]
     config = outer.model_copy(
         update={
             "codec": "fp32",
@@ -113,7 +120,9 @@ def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: 
     )
 
 
-def _sizes(by_fragment: Sequence[Sequence[Part]], small: Space, codecs: CodecChoice, leg: Leg) -> list[int]:
+def _sizes(
+    by_fragment: Sequence[Sequence[Part]], small: Space, codecs: CodecChoice, leg: Leg
+) -> list[int]:
     """Return the bytes of each part of the stand-in: the sum over the real parts assigned to it in
     turn.
     """
@@ -122,7 +131,9 @@ def _sizes(by_fragment: Sequence[Sequence[Part]], small: Space, codecs: CodecCho
         standing_in = [part.index for part in small.parts if part.fragment == fragment]
         for number, part in enumerate(parts):
             codec = codecs.codec_for(part) if leg is Leg.REDUCE else codecs.mean_codec_for(part)
-            sizes[standing_in[number % len(standing_in)]] += HEADER_BYTES + codec.num_bytes(part.num_elements)
+            sizes[standing_in[number % len(standing_in)]] += HEADER_BYTES + codec.num_bytes(
+                part.num_elements
+            )
     return sizes
 
 

@@ -57,7 +57,9 @@ def watch(watched: Watched, how: How, host: str, port: int) -> None:
             for view in views:
                 view.read()
             states = [RunPrediction(view).state() for view in views]
-            typer.echo(json.dumps(states[0] if len(states) == 1 else states, indent=2, allow_nan=False))
+            typer.echo(
+                json.dumps(states[0] if len(states) == 1 else states, indent=2, allow_nan=False)
+            )
         elif how == "text":
             from diloco.watch.terminal import show_text
 
@@ -85,7 +87,9 @@ def open_views(watched: Watched) -> Iterator[tuple[list[RunView], Control | None
     from diloco.watch.swarm_hand import SwarmHand
 
     with ExitStack() as stack:
-        folder = watched.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-watch-")))
+        folder = watched.keep or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-watch-"))
+        )
         collector = Collector(watched.target, watched.more, watched.run_name, folder)
         stack.callback(collector.close)
         view = RunView(collector.start(), link)
@@ -97,7 +101,8 @@ def parse_shared_link(text: str) -> AccessLink:
     island, link = parse_link(text)
     if island is not None:
         raise ConfigError(
-            f"--link {text}: got a link of island {island}; allowed: one for all islands, the slowest of them"
+            f"--link {text}: got a link of island {island}; allowed: one for all islands, the "
+            "slowest of them"
         )
     return link
 
@@ -107,7 +112,11 @@ def load_operator_key(path: Path) -> IslandKey:
     is_new = not path.exists()
     make_folder(path.parent, "--control")
     key = load_island_key(path)
-    made = ", made now: islands that are to obey it over the network list it in island.operators" if is_new else ""
+    made = (
+        ", made now: islands that are to obey it over the network list it in island.operators"
+        if is_new
+        else ""
+    )
     typer.echo(f"operator {key.public}{made}")
     return key
 
@@ -119,11 +128,17 @@ def check(watched: Watched) -> None:
     for option, value in (("--run", watched.run_name), ("--keep", watched.keep)):
         if value is not None:
             raise ConfigError(
-                f"got {option} {value}, which is for an address; {watched.target!r} is a folder: leave it out"
+                f"got {option} {value}, which is for an address; {watched.target!r} is a folder: "
+                "leave it out"
             )
     if setting := next((word for word in watched.more if "=" in word), None):
-        raise ConfigError(f"got {setting}, which is for an address; {watched.target!r} is a folder: leave it out")
+        raise ConfigError(
+            f"got {setting}, which is for an address; {watched.target!r} is a folder: leave it out"
+        )
     if watched.key is not None and watched.more:
         raise ConfigError("got --control with two runs; watch only one run to act on it")
     if len(watched.more) > 1:
-        raise ConfigError(f"got {1 + len(watched.more)} folders; allowed: at most two, which are shown side by side")
+        raise ConfigError(
+            f"got {1 + len(watched.more)} folders; allowed: at most two, which are shown side by "
+            "side"
+        )

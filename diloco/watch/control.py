@@ -26,7 +26,8 @@ OPERATOR = "operator"
 TEXTS = {
     "save": "{who} saves a checkpoint now and goes on.",
     "stop": "{who} leaves after its round and does not come back by itself.",
-    "exclude": "{where} refuses {island} from now on, until its line is taken out of the file 'banned'.",
+    "exclude": "{where} refuses {island} from now on, until its line is taken out of the file "
+    "'banned'.",
 }
 
 
@@ -93,14 +94,21 @@ class Control:
         plain = wish.model_copy(update={"confirm": ""})
         if not wish.confirm:
             word = secrets.token_urlsafe(12)
-            self._asked = {key: value for key, value in self._asked.items() if time.monotonic() < value[1]}
+            self._asked = {
+                key: value for key, value in self._asked.items() if time.monotonic() < value[1]
+            }
             self._asked[word] = plain, time.monotonic() + CONFIRM_SECONDS
             who = wish.island or f"Every island of {self._hand.where}"
-            text = TEXTS[wish.action].format(who=who, where=f"Every island of {self._hand.where}", island=wish.island)
+            text = TEXTS[wish.action].format(
+                who=who, where=f"Every island of {self._hand.where}", island=wish.island
+            )
             return {"text": text, "confirm": word}
         asked, until = self._asked.pop(wish.confirm, (None, 0.0))
         if asked != plain or time.monotonic() > until:
-            raise MessageError("got a confirmation of a request that was not made, or was made too long ago: ask again")
+            raise MessageError(
+                "got a confirmation of a request that was not made, or was made too long ago: ask "
+                "again"
+            )
         try:
             said = self._hand.act(wish.action, wish.island)
         except OuterError as error:
@@ -130,9 +138,13 @@ class FolderHand:
     def act(self, action: Action, island: str) -> str:
         listening = [folder.name for folder in island_folders(self.run_dir) if listens(folder)]
         if action == "exclude":
-            return f"{', '.join(listening) or 'no island'} {carry_out(self.run_dir, action, island)}"
+            return (
+                f"{', '.join(listening) or 'no island'} {carry_out(self.run_dir, action, island)}"
+            )
         if not listening or (island and island not in listening):
-            raise MessageError(f"{island or 'no island'} does not run on this machine: no request was made")
+            raise MessageError(
+                f"{island or 'no island'} does not run on this machine: no request was made"
+            )
         folder = self.run_dir / island if island else self.run_dir
         return f"{island or ', '.join(listening)} {carry_out(folder, action, '')}"
 
@@ -163,11 +175,16 @@ def invitation(config: Config, address: str) -> str:
     """
     address = address or next(iter(config.island.bootstrap), "")
     if not address:
-        raise MessageError("the run's config has no island.bootstrap: give the address that `diloco bootstrap` printed")
+        raise MessageError(
+            "the run's config has no island.bootstrap: give the address that `diloco bootstrap` "
+            "printed"
+        )
     words = [f"diloco join {address}", f"--run {config.name}"]
     if config.island.run_key_file:
         words.append("island.run_key_file=KEY")
     notes = ["KEY is the file with the run key"] if config.island.run_key_file else []
     if config.island.allow:
-        notes.append("its key (`diloco key`) must be in island.allow of all islands before it joins")
+        notes.append(
+            "its key (`diloco key`) must be in island.allow of all islands before it joins"
+        )
     return " ".join(words) + (f"   # {'; '.join(notes)}" if notes else "")

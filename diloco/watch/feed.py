@@ -52,7 +52,9 @@ class Feed:
         try:
             snapshot = await asyncio.to_thread(self._view.snapshot, position)
             others = await asyncio.to_thread(list_others, self._view.run_dir)
-            yield encode_event("snapshot", {"operator": self._operator, "others": others} | snapshot)
+            yield encode_event(
+                "snapshot", {"operator": self._operator, "others": others} | snapshot
+            )
             if self._predicted is not None:
                 yield encode_event("predicted", self._predicted)
             while (text := await reader.get()) != END:

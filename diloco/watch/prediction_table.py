@@ -49,8 +49,16 @@ def prediction_rows(state: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     needed = "none is fast enough" if p["needed_rate"] is None else human_rate(p["needed_rate"])
     yield f"link needed for {100 * p['target']:.0f} % in inner steps", needed, ""
     if (left := state["num_rounds"] - state["round"]) > 0:
-        times = [left * island["round_seconds"] for island in islands if island["round_seconds"] is not None]
-        yield f"the {left} rounds to come", human_duration(left * p["round_seconds"]), span(times, human_duration)
+        times = [
+            left * island["round_seconds"]
+            for island in islands
+            if island["round_seconds"] is not None
+        ]
+        yield (
+            f"the {left} rounds to come",
+            human_duration(left * p["round_seconds"]),
+            span(times, human_duration),
+        )
     law = "2503.09799, extrapolated" if p["is_extrapolated"] else "2503.09799"
     yield f"loss to data-parallel ({law})", signed(p["loss_gap"]), signed(state["loss_gap"])
 

@@ -25,7 +25,9 @@ COUNTERS = {
 
 
 INCIDENTS = "diloco_incidents_total"
-"""Has a sample for each kind, also for kinds without an incident: their first one is then an increase."""
+"""Has a sample for each kind, also for kinds without an incident: their first one is then an
+increase.
+"""
 
 
 def metrics_text(states: Sequence[Mapping[str, Any]]) -> str:
@@ -40,14 +42,16 @@ def metrics_text(states: Sequence[Mapping[str, Any]]) -> str:
             family = f"diloco_{name}_total" if kind == "counter" else f"diloco_{name}"
             lines += [f"# HELP {family} {help_text}", f"# TYPE {family} {kind}"]
             lines += [
-                f'{family}{{run="{escape(state["name"])}",island="{escape(island["name"])}"}} {island[name]!r}'
+                f'{family}{{run="{escape(state["name"])}",island="{escape(island["name"])}"}} '
+                f"{island[name]!r}"
                 for state in states
                 for island in state["islands"]
                 if island[name] is not None
             ]
     lines += [f"# HELP {INCIDENTS} Incidents of the run by kind.", f"# TYPE {INCIDENTS} counter"]
     lines += [
-        f'{INCIDENTS}{{run="{escape(state["name"])}",kind="{escape(kind)}"}} {state["incident_counts"].get(kind, 0)}'
+        f'{INCIDENTS}{{run="{escape(state["name"])}",kind="{escape(kind)}"}} '
+        f"{state['incident_counts'].get(kind, 0)}"
         for state in states
         for kind in SEVERITIES
     ]

@@ -50,13 +50,18 @@ HEADERS = {
 LOCAL_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 MAX_WISH_BYTES = 1 << 12
 MISSING = (
-    "the page of `diloco watch` needs {}, which is not installed; pip install fastapi uvicorn (or 'diloco[web]'), or "
+    "the page of `diloco watch` needs {}, which is not installed; pip install fastapi uvicorn (or "
+    "'diloco[web]'), or "
     "give --text or --json"
 )
 
 
 def build_app(
-    views: Sequence[RunView], token: str | None, control: Control | None = None, *, is_local: bool = True
+    views: Sequence[RunView],
+    token: str | None,
+    control: Control | None = None,
+    *,
+    is_local: bool = True,
 ) -> Any:
     """Build the FastAPI application of the page of one run, or of two runs side by side.
 
@@ -76,9 +81,13 @@ def build_app(
         raise ConfigError(MISSING.format(error.name)) from None
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
-    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    async def guard(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
         if token is not None and not is_known(request, token):
-            return PlainTextResponse("the token is missing or wrong: open the URL that diloco watch printed\n", 403)
+            return PlainTextResponse(
+                "the token is missing or wrong: open the URL that diloco watch printed\n", 403
+            )
         response = await call_next(request)
         response.headers.update(HEADERS)
         if token is not None and "token" in request.query_params:
@@ -92,12 +101,16 @@ def build_app(
     routes = figure_routes(predictions)
     if len(views) == 1:
         operator = None if control is None else control.operator
-        routes |= page_routes("/", "index.html") | {"/events": event_route(predictions[0], operator)}
+        routes |= page_routes("/", "index.html") | {
+            "/events": event_route(predictions[0], operator)
+        }
         routes |= {"/other": other_route(views[0].run_dir)}
     else:
         routes |= page_routes("/", "compare.html")
         for number, prediction in enumerate(predictions):
-            routes |= page_routes(f"/run/{number}/", "index.html") | {f"/run/{number}/events": event_route(prediction)}
+            routes |= page_routes(f"/run/{number}/", "index.html") | {
+                f"/run/{number}/events": event_route(prediction)
+            }
             routes |= {f"/run/{number}/other": other_route(prediction.view.run_dir)}
     for path, handler in routes.items():
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
@@ -143,7 +156,9 @@ def act_route(control: Control) -> Route:
             if len(body) > MAX_WISH_BYTES:
                 return JSONResponse({"error": f"a request has at most {MAX_WISH_BYTES} bytes"}, 413)
         try:
-            return JSONResponse(dict(await asyncio.to_thread(control.answer, Wish.model_validate_json(body))))
+            return JSONResponse(
+                dict(await asyncio.to_thread(control.answer, Wish.model_validate_json(body)))
+            )
         except ValidationError as error:
             return JSONResponse({"error": f"not a valid request: {error.errors()[0]['msg']}"}, 422)
         except OuterError as error:
@@ -196,7 +211,9 @@ def figure_routes(predictions: Sequence[RunPrediction]) -> dict[str, Route]:
 
     async def metrics() -> Response:
         await read()
-        return PlainTextResponse(metrics_text([state_now(prediction.view) for prediction in predictions]))
+        return PlainTextResponse(
+            metrics_text([state_now(prediction.view) for prediction in predictions])
+        )
 
     return {"/state": state, "/metrics": metrics}
 
@@ -211,7 +228,11 @@ def is_known(request: Any, token: str) -> bool:
 
 
 def serve(
-    views: Sequence[RunView], host: str, port: int, announce: Callable[[str], None], control: Control | None = None
+    views: Sequence[RunView],
+    host: str,
+    port: int,
+    announce: Callable[[str], None],
+    control: Control | None = None,
 ) -> None:
     """Serve the page until interrupted. `announce` gets the URL to open."""
     is_local = is_loopback(host)
@@ -238,7 +259,9 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         cause = error.strerror or str(error)
-        raise ConfigError(f"--host, --port: cannot listen on {host}:{port}: {cause}; choose others") from None
+        raise ConfigError(
+            f"--host, --port: cannot listen on {host}:{port}: {cause}; choose others"
+        ) from None
 
 
 def is_loopback(host: str) -> bool:

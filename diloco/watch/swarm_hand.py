@@ -38,17 +38,32 @@ class SwarmHand:
     def act(self, action: Action, island: str) -> str:
         members = self.collector.members
         run = self._run
-        targets = {name: each for name, each in members.items() if self._is_for(action, island, name)}
+        targets = {
+            name: each for name, each in members.items() if self._is_for(action, island, name)
+        }
         if not targets or (action == "exclude" and island not in members):
             raise MessageError(f"{island or 'no island'} is not in the run now: no order was sent")
         argument = find_argument(action, island, members)
-        text = {"run": run.name, "action": action, "argument": argument, "time": round(1000 * self.clock())}
+        text = {
+            "run": run.name,
+            "action": action,
+            "argument": argument,
+            "time": round(1000 * self.clock()),
+        }
         orders = {name: sign_order(OrderText(island=name, **text), self.key) for name in targets}
         replies = self.collector.order(orders, CALL_SECONDS)
-        said = [f"{name} {reply}" for name, reply in sorted(replies.items()) if isinstance(reply, str)]
-        failed = [f"{name}: {first_line(each)}" for name, each in sorted(replies.items()) if not isinstance(each, str)]
+        said = [
+            f"{name} {reply}" for name, reply in sorted(replies.items()) if isinstance(reply, str)
+        ]
+        failed = [
+            f"{name}: {first_line(each)}"
+            for name, each in sorted(replies.items())
+            if not isinstance(each, str)
+        ]
         if not said:
-            raise MessageError(f"no island followed the order ({'; '.join(failed[:ISLANDS_SHOWN])})")
+            raise MessageError(
+                f"no island followed the order ({'; '.join(failed[:ISLANDS_SHOWN])})"
+            )
         return "; ".join(said[:ISLANDS_SHOWN] + failed[:ISLANDS_SHOWN])
 
     def invite(self) -> str:

@@ -20,7 +20,18 @@ from diloco.watch.view.run_view import RunView
 UPDATE_SECONDS = 1.0
 PLAIN_WIDTH = 200
 """Width of a line where no terminal reports its width."""
-COLUMNS = ("island", "state", "step", "round", "loss", "held-out", "tok/s", "ok/abort", "sent", "digest")
+COLUMNS = (
+    "island",
+    "state",
+    "step",
+    "round",
+    "loss",
+    "held-out",
+    "tok/s",
+    "ok/abort",
+    "sent",
+    "digest",
+)
 LINES_SHOWN = 8
 ROUNDS_SHOWN = 4
 
@@ -43,15 +54,36 @@ def render(prediction: RunPrediction) -> Group:
     view = prediction.view
     view.read()
     state = prediction.state()
-    table = Table(title=Text(state["name"]), title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    table = Table(
+        title=Text(state["name"]),
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
     for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True, overflow="ellipsis")
+        table.add_column(
+            column, justify="left" if number < 2 else "right", no_wrap=True, overflow="ellipsis"
+        )
     for island in state["islands"]:
-        shown = cells(view.islands[island["name"]].latest.figures, state["total_steps"]) | {"state": island["state"]}
-        table.add_row(*(Text(shown[column]) for column in COLUMNS), style="red" if island["is_wrong"] else None)
-    lines = [*map(format_attempt, find_attempts(view, ROUNDS_SHOWN)), *find_stragglers(view.islands), *last_lines(view)]
+        shown = cells(view.islands[island["name"]].latest.figures, state["total_steps"]) | {
+            "state": island["state"]
+        }
+        table.add_row(
+            *(Text(shown[column]) for column in COLUMNS),
+            style="red" if island["is_wrong"] else None,
+        )
+    lines = [
+        *map(format_attempt, find_attempts(view, ROUNDS_SHOWN)),
+        *find_stragglers(view.islands),
+        *last_lines(view),
+    ]
     texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
-    head = [Text(state["headline"]["text"], style="bold"), Text(state["since"]), *map(Text, state["incidents"])]
+    head = [
+        Text(state["headline"]["text"], style="bold"),
+        Text(state["since"]),
+        *map(Text, state["incidents"]),
+    ]
     return Group(*head, table, *show_prediction(state), *texts)
 
 
@@ -65,7 +97,10 @@ def format_attempt(attempt: Attempt) -> str:
         " != ".join(d[:8] for d in sorted(attempt.digests)),
         late,
     ]
-    return f"round {attempt.round} attempt {attempt.attempt}: {', '.join(filter(None, [*words, *attempt.notes]))}"
+    return (
+        f"round {attempt.round} attempt {attempt.attempt}: "
+        f"{', '.join(filter(None, [*words, *attempt.notes]))}"
+    )
 
 
 def last_lines(view: RunView) -> Iterator[str]:
@@ -75,10 +110,15 @@ def last_lines(view: RunView) -> Iterator[str]:
     for name, island in view.islands.items():
         # Events and presence are added because the logbook lacks events of islands elsewhere and
         # what islands noted about others.
-        events = [row for row in island.rows["events"] if name not in booked or row[1] in (LOST, "downloading")]
+        events = [
+            row
+            for row in island.rows["events"]
+            if name not in booked or row[1] in (LOST, "downloading")
+        ]
         rows += [(row[0], f"{name} {row[1]}: {row[2]}") for row in events]
         rows += [
-            (row[0], f"{name} {'answers' if row[1] else f'no answer: {row[2]}'}") for row in island.rows["presence"]
+            (row[0], f"{name} {'answers' if row[1] else f'no answer: {row[2]}'}")
+            for row in island.rows["presence"]
         ]
     rows += [(row[0], f"fault {row[1]}: {row[3]}") for row in view.faults]
     for at, text in sorted(rows)[-LINES_SHOWN:]:

@@ -28,7 +28,9 @@ class Work:
 class ActivityMonitor:
     """Holds the current work of the training thread. Any thread may read `work`."""
 
-    def __init__(self, limit_seconds: float | None = None, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, limit_seconds: float | None = None, clock: Callable[[], float] = monotonic
+    ) -> None:
         """`limit_seconds` applies to all work but the first of a kind.
 
         None derives it from recent times.
@@ -50,7 +52,9 @@ class ActivityMonitor:
         self.work = Work(kind, self._limit(kind))
 
     def start_untimed(self, kind: str) -> None:
-        """End the current work and start work with its own deadlines, such as waiting for islands."""
+        """End the current work and start work with its own deadlines, such as waiting for
+        islands.
+        """
         self._end()
         self.work = Work(kind, None)
 

@@ -39,12 +39,16 @@ class GroupState:
         return self.is_waiting and not self.operation.startswith("nccl:")
 
     def __str__(self) -> str:
-        return f"{self.operation} {self.sequence} of {self.purpose} (ranks {format_ranks(self.ranks)})"
+        return (
+            f"{self.operation} {self.sequence} of {self.purpose} (ranks {format_ranks(self.ranks)})"
+        )
 
 
 @dataclass(frozen=True)
 class RankState:
-    """The state of a rank: its training thread's work, for how many seconds, and the current line."""
+    """The state of a rank: its training thread's work, for how many seconds, and the current
+    line.
+    """
 
     rank: int
     work: str
@@ -76,7 +80,9 @@ class RankState:
 
 def from_values(values: dict[str, Any]) -> RankState:
     """Convert the JSON of `dataclasses.asdict(state)` back to a state."""
-    groups = tuple(GroupState(**group | {"ranks": tuple(group["ranks"])}) for group in values["groups"])
+    groups = tuple(
+        GroupState(**group | {"ranks": tuple(group["ranks"])}) for group in values["groups"]
+    )
     return RankState(**{**values, "groups": groups})
 
 
@@ -120,27 +126,43 @@ def verdict(states: Mapping[int, RankState], num_ranks: int) -> str:
     """
     silent = [rank for rank in range(num_ranks) if rank not in states]
     absent = {
-        rank: group for rank, group in find_absences(states).items() if rank in silent or not states[rank].is_held
+        rank: group
+        for rank, group in find_absences(states).items()
+        if rank in silent or not states[rank].is_held
     }
     if absent:
-        return "; ".join(describe_absence(rank, group, states) for rank, group in sorted(absent.items()))
+        return "; ".join(
+            describe_absence(rank, group, states) for rank, group in sorted(absent.items())
+        )
     if silent:
-        return f"rank {format_ranks(silent)} did not answer: frozen, dead, or with a blocked interpreter"
+        return (
+            f"rank {format_ranks(silent)} did not answer: frozen, dead, or with a blocked "
+            "interpreter"
+        )
     waiting = [state for state in states.values() if state.waits]
     if waiting:
         waits = "; ".join(f"rank {state.rank} in {state.waits[0]}" for state in waiting)
-        return f"every rank waits for others, in different collectives or over a broken network: {waits}"
+        return (
+            "every rank waits for others, in different collectives or over a broken network: "
+            f"{waits}"
+        )
     busy = [state for state in states.values() if not state.may_wait] or list(states.values())
     return "no collective is waited for; " + "; ".join(str(state) for state in busy)
 
 
 def find_absences(states: Mapping[int, RankState]) -> dict[int, GroupState]:
-    """Return, for each absent rank, a collective that it has not entered and that others wait in."""
+    """Return, for each absent rank, a collective that it has not entered and that others wait
+    in.
+    """
     absent: dict[int, GroupState] = {}
     for state in states.values():
         for group in state.waits:
             for rank in group.ranks:
-                entered = [g.entered for g in states[rank].groups if g.name == group.name] if rank in states else [-1]
+                entered = (
+                    [g.entered for g in states[rank].groups if g.name == group.name]
+                    if rank in states
+                    else [-1]
+                )
                 if max(entered, default=0) < group.sequence:
                     absent.setdefault(rank, group)
     return absent
@@ -149,8 +171,14 @@ def find_absences(states: Mapping[int, RankState]) -> dict[int, GroupState]:
 def describe_absence(rank: int, group: GroupState, states: Mapping[int, RankState]) -> str:
     """Return one line about where a rank is instead of in the collective `group`."""
     waiting = [s.rank for s in states.values() if any(g.name == group.name for g in s.waits)]
-    where = str(states[rank]) if rank in states else ("it did not answer: frozen, dead, or with a blocked interpreter")
-    return f"rank {rank} did not enter {group}, in which rank {format_ranks(waiting)} waits; {where}"
+    where = (
+        str(states[rank])
+        if rank in states
+        else ("it did not answer: frozen, dead, or with a blocked interpreter")
+    )
+    return (
+        f"rank {rank} did not enter {group}, in which rank {format_ranks(waiting)} waits; {where}"
+    )
 
 
 def reads_tensor(code: str) -> bool:

@@ -1,4 +1,6 @@
-"""Tell the user of a command that it is alive: a line after three seconds, then every ten seconds."""
+"""Tell the user of a command that it is alive: a line after three seconds, then every ten
+seconds.
+"""
 
 import sys
 import threading

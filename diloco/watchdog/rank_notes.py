@@ -1,8 +1,8 @@
 """Notes that an island's ranks and their launcher share in memory, so that each end has its cause.
 
-The launcher knows which rank has died of which signal; the ranks know the island's folder and what they logged last.
-A note is a slot of fixed size in a file without a name, which survives the death of a rank. Where the system has no
-such file, notes are not kept.
+The launcher knows which rank has died of which signal; the ranks know the island's folder and what
+they logged last. A note is a slot of fixed size in a file without a name, which survives the death
+of a rank. Where the system has no such file, notes are not kept.
 """
 
 import logging
@@ -17,13 +17,17 @@ SLOT_BYTES = 4096
 CAUSE = 0
 FOLDER = 1
 FIRST_RANK = 2
-"""Slots: the cause of the end of this life of the island, its folder, then the last lines of each rank's log."""
+"""Slots: the cause of the end of this life of the island, its folder, then the last lines of each
+rank's log.
+"""
 LAST_LINES = 3
 LINE_CHARACTERS = 300
 
 
 def create_notes() -> int | None:
-    """Return the descriptor of a new file of notes; None if the system has none. The caller closes it."""
+    """Return the descriptor of a new file of notes; None if the system has none. The caller closes
+    it.
+    """
     return os.memfd_create(NAME) if hasattr(os, "memfd_create") else None
 
 
@@ -31,7 +35,9 @@ def write_note(notes: int | None, slot: int, text: str) -> None:
     """Replace a note. Without a file, do nothing."""
     if notes is not None:
         with suppress(OSError):
-            os.pwrite(notes, text.encode()[: SLOT_BYTES - 1].ljust(SLOT_BYTES, b"\0"), slot * SLOT_BYTES)
+            os.pwrite(
+                notes, text.encode()[: SLOT_BYTES - 1].ljust(SLOT_BYTES, b"\0"), slot * SLOT_BYTES
+            )
 
 
 def read_note(notes: int | None, slot: int) -> str:
@@ -39,14 +45,20 @@ def read_note(notes: int | None, slot: int) -> str:
     if notes is None:
         return ""
     with suppress(OSError):
-        return os.pread(notes, SLOT_BYTES, slot * SLOT_BYTES).partition(b"\0")[0].decode(errors="replace")
+        return (
+            os.pread(notes, SLOT_BYTES, slot * SLOT_BYTES)
+            .partition(b"\0")[0]
+            .decode(errors="replace")
+        )
     return ""
 
 
 def find_notes() -> int | None:
-    """Return the descriptor of the notes in a rank; None in a process that no launcher of ranks has started.
+    """Return the descriptor of the notes in a rank; None in a process that no launcher of ranks has
+    started.
 
-    Descendants of a rank inherit the variable but not the file: the same number may be another file there.
+    Descendants of a rank inherit the variable but not the file: the same number may be another file
+    there.
     """
     with suppress(KeyError, ValueError, OSError):
         number = int(os.environ[NOTES])
@@ -56,12 +68,16 @@ def find_notes() -> int | None:
 
 
 def note_folder(folder: Path) -> None:
-    """Tell the launcher where the island's records are. Called by its leader, which holds the folder's lock."""
+    """Tell the launcher where the island's records are. Called by its leader, which holds the
+    folder's lock.
+    """
     write_note(find_notes(), FOLDER, str(folder.absolute()))
 
 
 def is_end_noted() -> bool:
-    """Return whether the launcher ends this rank because another one has died, and records that itself."""
+    """Return whether the launcher ends this rank because another one has died, and records that
+    itself.
+    """
     return bool(read_note(find_notes(), CAUSE))
 
 
@@ -70,7 +86,9 @@ def note_error(rank: int, text: str) -> None:
     notes = find_notes()
     lines = read_note(notes, FIRST_RANK + rank).splitlines()
     write_note(
-        notes, FIRST_RANK + rank, "\n".join([*lines[1 - LAST_LINES :], " ".join(text.split())[:LINE_CHARACTERS]])
+        notes,
+        FIRST_RANK + rank,
+        "\n".join([*lines[1 - LAST_LINES :], " ".join(text.split())[:LINE_CHARACTERS]]),
     )
 
 
@@ -85,5 +103,8 @@ class LastLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the line."""
-        self._lines = [*self._lines[1 - LAST_LINES :], " ".join(record.getMessage().split())[:LINE_CHARACTERS]]
+        self._lines = [
+            *self._lines[1 - LAST_LINES :],
+            " ".join(record.getMessage().split())[:LINE_CHARACTERS],
+        ]
         write_note(self._notes, self._slot, "\n".join(self._lines))

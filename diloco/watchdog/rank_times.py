@@ -22,7 +22,9 @@ Between steps. In which the whole process was stopped, in steps or between them.
 
 
 class RankTimes:
-    """Adds up one rank's times. Call `begin` and `end` on the training thread, around each inner step."""
+    """Adds up one rank's times. Call `begin` and `end` on the training thread, around each inner
+    step.
+    """
 
     def __init__(
         self,
@@ -50,7 +52,9 @@ class RankTimes:
     def end(self, data_seconds: float) -> None:
         """Note the end of the step, which waited `data_seconds` for its text."""
         now = self._look()
-        seconds, computing, ready = (after - before for after, before in zip(now, self._began, strict=True))
+        seconds, computing, ready = (
+            after - before for after, before in zip(now, self._began, strict=True)
+        )
         for place, value in enumerate((seconds, data_seconds, computing, ready)):
             self._sums[place] += value
         self._ended = now[0]

@@ -1,4 +1,6 @@
-"""Signal handlers that end a process within seconds, even if its main thread is blocked inside a collective."""
+"""Signal handlers that end a process within seconds, even if its main thread is blocked inside a
+collective.
+"""
 
 import ctypes
 import os
@@ -24,7 +26,9 @@ GRACE_SECONDS = 4.0
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
-def on_stop(cleanup: Callable[[], None], others: Mapping[int, Callable[[], object]] | None = None) -> None:
+def on_stop(
+    cleanup: Callable[[], None], others: Mapping[int, Callable[[], object]] | None = None
+) -> None:
     """Make SIGTERM and SIGINT run `cleanup` in a thread and then end the process.
 
     The cleanup may take GRACE_SECONDS. `others` has short handlers of other signals, by number,
@@ -34,12 +38,15 @@ def on_stop(cleanup: Callable[[], None], others: Mapping[int, Callable[[], objec
     others = others or {}
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    # The C-level handler writes to this descriptor at once, whereas a Python handler waits for the main thread.
+    # The C-level handler writes to this descriptor at once, whereas a Python handler waits for the
+    # main thread.
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in (*STOPS, *others):
         # The thread that reads the other end of the pipe handles the signal.
         signal.signal(number, lambda *_: None)
-    threading.Thread(target=_wait_and_end, args=(read_end, cleanup, others), name="signals", daemon=True).start()
+    threading.Thread(
+        target=_wait_and_end, args=(read_end, cleanup, others), name="signals", daemon=True
+    ).start()
 
 
 def end_with_parent() -> None:
@@ -58,7 +65,9 @@ def watch_parent() -> None:
     """
     if MARK in os.environ and not hasattr(ctypes.CDLL(None), "prctl"):
         parent = os.getppid()
-        threading.Thread(target=_wait_for_parent, args=(parent,), name="parent", daemon=True).start()
+        threading.Thread(
+            target=_wait_for_parent, args=(parent,), name="parent", daemon=True
+        ).start()
 
 
 def _wait_for_parent(parent: int) -> None:
@@ -68,7 +77,9 @@ def _wait_for_parent(parent: int) -> None:
 
 
 def end_after(cleanup: Callable[[], None], status: int, seconds: float = GRACE_SECONDS) -> NoReturn:
-    """Run `cleanup` in a thread for at most `seconds`, then end the process. May be called from any thread."""
+    """Run `cleanup` in a thread for at most `seconds`, then end the process. May be called from any
+    thread.
+    """
     # Without memory for a thread there is no cleanup, but the process must end all the same.
     with suppress(RuntimeError, MemoryError):
         start_thread(cleanup, "cleanup", seconds).wait(seconds)
@@ -76,7 +87,9 @@ def end_after(cleanup: Callable[[], None], status: int, seconds: float = GRACE_S
     os._exit(status)
 
 
-def _wait_and_end(read_end: int, cleanup: Callable[[], None], others: Mapping[int, Callable[[], object]]) -> None:
+def _wait_and_end(
+    read_end: int, cleanup: Callable[[], None], others: Mapping[int, Callable[[], object]]
+) -> None:
     while (number := os.read(read_end, 1)[0]) not in STOPS:
         # Other signals that have a Python handler are written to the pipe, too.
         if number in others:

@@ -1,9 +1,10 @@
 """Ends an island in which a rank hangs, after every rank has dumped its state.
 
-Each rank has a Watchdog: a thread that watches the rank's ActivityMonitor. When a piece of work exceeds its limit, the
-watchdog raises an alarm in the store where the ranks meet. All ranks then write the Python stacks of all threads and
-torch's flight recorder to ISLAND_DIR/hang-<rank>.txt. They compare their states, one of them reports the verdict, and
-each process exits with status HUNG, so that the island is started again.
+Each rank has a Watchdog: a thread that watches the rank's ActivityMonitor. When a piece of work
+exceeds its limit, the watchdog raises an alarm in the store where the ranks meet. All ranks then
+write the Python stacks of all threads and torch's flight recorder to ISLAND_DIR/hang-<rank>.txt.
+They compare their states, one of them reports the verdict, and each process exits with status HUNG,
+so that the island is started again.
 """
 
 import faulthandler
@@ -37,7 +38,9 @@ HUNG = 85
 """Exit status of a rank that its watchdog has ended."""
 POLL_SECONDS = 1.0
 STOPPED_SECONDS = 0.5
-"""A watching thread that is this late was stopped with its process: suspended, or without any processor."""
+"""A watching thread that is this late was stopped with its process: suspended, or without any
+processor.
+"""
 ANSWER_SECONDS = 20.0
 """How long ranks wait for one another's states, and then for the report of the verdict."""
 WRITE_SECONDS = 5.0
@@ -102,8 +105,11 @@ class Watchdog:
             late = now - looked_at - POLL_SECONDS
             if late > STOPPED_SECONDS:
                 self._activity.stopped_seconds += late
-            if self._activity.work is work and not (work.has_beats and self._activity.num_beats > num_beats):
-                # Bounded, because a process that was suspended for an hour has not hung for an hour.
+            if self._activity.work is work and not (
+                work.has_beats and self._activity.num_beats > num_beats
+            ):
+                # Bounded, because a process that was suspended for an hour has not hung for an
+                # hour.
                 self._idle_seconds += min(now - looked_at, 2 * POLL_SECONDS)
             else:
                 work = self._activity.work
@@ -111,8 +117,12 @@ class Watchdog:
                 self._idle_seconds = 0.0
             looked_at = now
             if work.limit_seconds is not None and self._idle_seconds > work.limit_seconds:
-                what = "has shown no sign of life for" if work.has_beats else "has taken longer than"
-                self._end(f"{work.kind} {what} {work.limit_seconds:.3g} s on rank {self._watched.rank}")
+                what = (
+                    "has shown no sign of life for" if work.has_beats else "has taken longer than"
+                )
+                self._end(
+                    f"{work.kind} {what} {work.limit_seconds:.3g} s on rank {self._watched.rank}"
+                )
             elif self._alarm is not None:
                 self._end(self._alarm)
 
@@ -123,13 +133,17 @@ class Watchdog:
         """
         while self._alarm is None and not self._is_over.wait(POLL_SECONDS):
             try:
-                self._alarm = self._store.get("cause").decode() if self._store.check(["cause"]) else None
+                self._alarm = (
+                    self._store.get("cause").decode() if self._store.check(["cause"]) else None
+                )
             except (RuntimeError, MemoryError) as error:
                 # This rank still watches its own activity.
                 log.debug("the ranks' store does not answer: %s", error)
 
     def _end(self, cause: str) -> NoReturn:
-        """Find and report what hangs, together with the other ranks; end the process in any case."""
+        """Find and report what hangs, together with the other ranks; end the process in any
+        case.
+        """
         self._is_ending.set()
         end_after(partial(self._explain, cause), HUNG, END_SECONDS)
 
@@ -148,7 +162,10 @@ class Watchdog:
         try:
             self._find_verdict(cause, state, path)
         except RuntimeError as error:
-            log.warning("the ranks' store is gone, so this rank ends without waiting for the others: %s", error)
+            log.warning(
+                "the ranks' store is gone, so this rank ends without waiting for the others: %s",
+                error,
+            )
 
     def _find_verdict(self, cause: str, state: RankState, path: Path) -> None:
         self._store.set("cause", cause)
@@ -158,7 +175,8 @@ class Watchdog:
         with suppress(OSError), path.open("a") as file:
             file.write(f"\nVerdict: {text}\n")
         self._store.set(f"written/{state.rank}", "")
-        # All ranks are ended as soon as one ends, so each waits until all have written and one has reported.
+        # All ranks are ended as soon as one ends, so each waits until all have written and one has
+        # reported.
         if state.rank == min(states):
             log.error("hung: %s", text)
             try:
@@ -188,25 +206,38 @@ class Watchdog:
     def _state(self) -> RankState:
         location = find_location(self._training_thread)
         groups = tuple(group_states(flight_record(), island_groups()))
-        return RankState(self._watched.rank, self._activity.work.kind, self._idle_seconds, *location, groups)
+        return RankState(
+            self._watched.rank, self._activity.work.kind, self._idle_seconds, *location, groups
+        )
 
 
 def write_dump(path: Path, cause: str, state: RankState) -> None:
     """Append the stacks of all threads of this process and its recorded collectives to the file."""
     with path.open("a") as file:
-        file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} process {os.getpid()}: {cause}\n{state}\n\n")
+        file.write(
+            f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} process {os.getpid()}: {cause}\n"
+            f"{state}\n\n"
+        )
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
-        file.write("\nCollectives recorded by torch's flight recorder, one per line, oldest first\n")
+        file.write(
+            "\nCollectives recorded by torch's flight recorder, one per line, oldest first\n"
+        )
         for entry in flight_record():
             file.write(json.dumps(entry, sort_keys=True) + "\n")
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """Return this process's last collectives by torch's flight recorder, in the order they began."""
+    """Return this process's last collectives by torch's flight recorder, in the order they
+    began.
+    """
     # If torch is built with NCCL, NCCL has a recorder of its own.
     dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
-    traces = [json.loads(dump(includeCollectives=True, onlyActive=False)) for dump in dumps if dump is not None]
+    traces = [
+        json.loads(dump(includeCollectives=True, onlyActive=False))
+        for dump in dumps
+        if dump is not None
+    ]
     entries = [entry for trace in traces for entry in trace.get("entries", [])]
     return sorted(entries, key=lambda entry: entry["time_created_ns"])
 
@@ -215,11 +246,16 @@ def island_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the purpose and ranks of each process group of this rank, by the group's name."""
     world = dist.distributed_c10d._world
     ranks = world.pg_group_ranks
-    return {name: (group.group_desc, tuple(sorted(ranks[group]))) for group, name in world.pg_names.items()}
+    return {
+        name: (group.group_desc, tuple(sorted(ranks[group])))
+        for group, name in world.pg_names.items()
+    }
 
 
 def find_location(thread: int) -> tuple[str, bool]:
-    """Return the `file:line in function` that a thread executes, and whether it may wait for ranks."""
+    """Return the `file:line in function` that a thread executes, and whether it may wait for
+    ranks.
+    """
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "its end", False

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A run that survives a morning of faults
 #
-# Four islands as real processes, and a storm: processes are killed, frozen and stopped, steps become slow, a payload
-# arrives with a wrong bit. The storm has a seed, so it is the same each time. What happens is then read three times: in
-# the records, on the page of the run, and in the logbook.
+# Four islands as real processes, and a storm: processes are killed, frozen and stopped, steps
+# become slow, a payload arrives with a wrong bit. The storm has a seed, so it is the same each
+# time. What happens is then read three times: in the records, on the page of the run, and in the
+# logbook.
 
 # %%
 import json
@@ -35,9 +36,9 @@ assert done.returncode == 0, done.stdout + done.stderr
 print(done.stdout[done.stdout.index("Run morning") :])
 
 # %% [markdown]
-# The table's last lines say it in short: all rounds were committed, all digests were equal, and of the inner steps only
-# those were lost that a killed island had made since the last commit. The seconds depend on your machine, and with them
-# which round a fault hits.
+# The table's last lines say it in short: all rounds were committed, all digests were equal, and of
+# the inner steps only those were lost that a killed island had made since the last commit. The
+# seconds depend on your machine, and with them which round a fault hits.
 #
 # ## What was done to it
 #
@@ -53,10 +54,10 @@ assert faults
 # %% [markdown]
 # ## What the islands did
 #
-# Every island writes a line for each attempt at a round in its `metrics.jsonl`. Drawn over time, a dot is a round that
-# this island committed with the others, and a cross a fault. An island that was killed or stopped has a gap, and is
-# back once it has taken the others' state. The others go on: what a fault costs them is the time in which they find out
-# that somebody is away.
+# Every island writes a line for each attempt at a round in its `metrics.jsonl`. Drawn over time, a
+# dot is a round that this island committed with the others, and a cross a fault. An island that was
+# killed or stopped has a gap, and is back once it has taken the others' state. The others go on:
+# what a fault costs them is the time in which they find out that somebody is away.
 #
 # ![Committed rounds of four islands over time, and the faults](../images/morning.png)
 
@@ -73,10 +74,16 @@ first = min(record["time"] for records in rounds.values() for record in records)
 figure, panel = plt.subplots(figsize=(8, 3.6), layout="constrained")
 for height, island in enumerate(islands):
     committed = [record["time"] - first for record in rounds[island] if record["committed"]]
-    hits = [fault["time"] - first for fault in faults if island in fault["islands"] and not fault["is_end"]]
+    hits = [
+        fault["time"] - first
+        for fault in faults
+        if island in fault["islands"] and not fault["is_end"]
+    ]
     panel.plot(committed, [height] * len(committed), "o", color="tab:blue", ms=6)
     panel.plot(hits, [height + 0.25] * len(hits), "x", color="tab:red", ms=10, mew=2)
-panel.set(yticks=range(4), yticklabels=islands, xlabel="seconds since the first commit", ylim=(-0.5, 3.6))
+panel.set(
+    yticks=range(4), yticklabels=islands, xlabel="seconds since the first commit", ylim=(-0.5, 3.6)
+)
 panel.grid(axis="x", alpha=0.3)
 figure.savefig("morning.png", dpi=90)
 
@@ -101,38 +108,43 @@ print(f"{len(digests)} rounds, {len(aborted)} aborted attempts, one digest in ea
 # %% [markdown]
 # ## The page
 #
-# `diloco watch runs/morning` serves a page of a run, during it or afterwards: who is there, losses, what each island
-# did when, the causes of aborted attempts, faults and the logbook ([a page of the
-# run](../operating.md#a-page-of-the-run)).
-# `--text` shows the same in a terminal. Read it from the top: the state of each island, with the rounds that it
-# committed and aborted; then predicted beside measured figures; then the last rounds, with how many took part and who
-# came last.
+# `diloco watch runs/morning` serves a page of a run, during it or afterwards: who is there, losses,
+# what each island did when, the causes of aborted attempts, faults and the logbook ([a page of the
+# run](../operating.md#a-page-of-the-run)). `--text` shows the same in a terminal. Read it from the
+# top: the state of each island, with the rounds that it committed and aborted; then predicted
+# beside measured figures; then the last rounds, with how many took part and who came last.
 
 # %%
-watch = subprocess.run([*DILOCO, "watch", str(run), "--text"], capture_output=True, text=True, timeout=120)
+watch = subprocess.run(
+    [*DILOCO, "watch", str(run), "--text"], capture_output=True, text=True, timeout=120
+)
 assert watch.returncode == 0, watch.stderr
 print("\n".join(line.rstrip() for line in watch.stdout.splitlines()))
 
 # %% [markdown]
 # ## The logbook
 #
-# `LOGBOOK.md` is the run's story in plain text, written by its islands, one line for each event. An operator who comes
-# in at noon reads this first. Here without the lines of the beginning:
+# `LOGBOOK.md` is the run's story in plain text, written by its islands, one line for each event. An
+# operator who comes in at noon reads this first. Here without the lines of the beginning:
 
 # %%
 lines = (run / "LOGBOOK.md").read_text().splitlines()
 story = [
-    line for line in lines if line.startswith("- ") and not any(word in line for word in (" peak: ", " account: "))
+    line
+    for line in lines
+    if line.startswith("- ") and not any(word in line for word in (" peak: ", " account: "))
 ]
 for line in story[8:]:
     print(line[:160])
 assert any(" started again" in line for line in story)
 
 # %% [markdown]
-# So what would the operator have had to do? Nothing: nobody was asked. What deserves a look afterwards is a line
-# `minority` or `ALONE`, which says that few islands went on alone, and a round that was `aborted` again and again with
-# the same name in its cause ([complaints](../protocol.md#below-quorum-alone-and-other-complaints)).
+# So what would the operator have had to do? Nothing: nobody was asked. What deserves a look
+# afterwards is a line `minority` or `ALONE`, which says that few islands went on alone, and a round
+# that was `aborted` again and again with the same name in its cause
+# ([complaints](../protocol.md#below-quorum-alone-and-other-complaints)).
 #
-# Now change something. `--storm-seed 12` is another morning. `outer.quorum=3` forbids that two of four go on alone: how
-# much longer does the run take? `--fault freeze:1@round=5,seconds=20` freezes an island for longer than the storm does,
-# and [a round survives a kill](../tutorials/a_round_survives.py) looks at one kill closely.
+# Now change something. `--storm-seed 12` is another morning. `outer.quorum=3` forbids that two of
+# four go on alone: how much longer does the run take? `--fault freeze:1@round=5,seconds=20` freezes
+# an island for longer than the storm does, and [a round survives a
+# kill](../tutorials/a_round_survives.py) looks at one kill closely.

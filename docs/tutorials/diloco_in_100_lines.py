@@ -1,9 +1,10 @@
 # %% [markdown]
 # # DiLoCo in 100 lines, and then with this library
 #
-# Four islands train one small model on the source text of Python. Each makes 20 steps of its own; then all average how
-# far they have moved, and an outer optimizer moves the global parameters by that mean. That is all of DiLoCo
-# (2311.08105). First by hand, in one process, with nothing but torch.
+# Four islands train one small model on the source text of Python. Each makes 20 steps of its own;
+# then all average how far they have moved, and an outer optimizer moves the global parameters by
+# that mean. That is all of DiLoCo (2311.08105). First by hand, in one process, with nothing but
+# torch.
 
 # %%
 import json
@@ -19,11 +20,14 @@ INNER_STEPS, ROUNDS, ISLANDS, BATCH, LENGTH = 20, 12, 4, 8, 64
 torch.manual_seed(0)
 
 # %% [markdown]
-# The text, as bytes, and a model that predicts the next byte. What the model is does not matter to DiLoCo.
+# The text, as bytes, and a model that predicts the next byte. What the model is does not matter to
+# DiLoCo.
 
 # %%
 library = Path(json.__file__).parents[1]
-text = torch.tensor(list(b"".join((library / f"{name}.py").read_bytes() for name in ("argparse", "ast", "typing"))))
+text = torch.tensor(
+    list(b"".join((library / f"{name}.py").read_bytes() for name in ("argparse", "ast", "typing")))
+)
 train, heldout = text[:-8192], text[-8192:]
 
 
@@ -32,7 +36,9 @@ class Model(nn.Module):
         super().__init__()
         self.embed, self.place = nn.Embedding(256, dim), nn.Embedding(LENGTH, dim)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                dim, 4, 4 * dim, dropout=0.0, batch_first=True, norm_first=True
+            )
             for _ in range(2)
         )
         self.head = nn.Linear(dim, 256)
@@ -46,7 +52,9 @@ class Model(nn.Module):
 
 
 def loss_of(model, windows):
-    return nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    return nn.functional.cross_entropy(
+        model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
+    )
 
 
 def some_windows(source, count, generator):
@@ -60,9 +68,10 @@ def heldout_loss(model):
 
 
 # %% [markdown]
-# Now DiLoCo. An island keeps its own AdamW, with its moments, over all rounds. Its **pseudo-gradient** is where the
-# round began minus where the island is now: a direction to subtract, as a gradient is. The outer optimizer is SGD with
-# Nesterov momentum on the mean of the pseudo-gradients.
+# Now DiLoCo. An island keeps its own AdamW, with its moments, over all rounds. Its
+# **pseudo-gradient** is where the round began minus where the island is now: a direction to
+# subtract, as a gradient is. The outer optimizer is SGD with Nesterov momentum on the mean of the
+# pseudo-gradients.
 
 
 # %%
@@ -73,7 +82,9 @@ def train_diloco(outer_lr, outer_momentum):
     islands = [Model() for _ in range(ISLANDS)]
     optimizers = [torch.optim.AdamW(island.parameters(), lr=3e-3) for island in islands]
     readers = [torch.Generator().manual_seed(100 + index) for index in range(ISLANDS)]
-    outer = torch.optim.SGD(model.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+    outer = torch.optim.SGD(
+        model.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+    )
     bytes_sent = 0
     for _ in range(ROUNDS):
         mean = [torch.zeros_like(param) for param in start]
@@ -83,7 +94,9 @@ def train_diloco(outer_lr, outer_momentum):
                 optimizer.zero_grad()
                 loss_of(island, some_windows(train, BATCH, reader)).backward()
                 optimizer.step()
-            for total, before, after in zip(mean, model.parameters(), island.parameters(), strict=True):
+            for total, before, after in zip(
+                mean, model.parameters(), island.parameters(), strict=True
+            ):
                 total += (before.detach() - after.detach()) / ISLANDS
         for param, pseudo_gradient in zip(model.parameters(), mean, strict=True):
             param.grad = pseudo_gradient
@@ -93,7 +106,8 @@ def train_diloco(outer_lr, outer_momentum):
 
 
 # %% [markdown]
-# What it is compared with: data-parallel training on the same tokens, which sends a gradient at every step.
+# What it is compared with: data-parallel training on the same tokens, which sends a gradient at
+# every step.
 
 
 # %%
@@ -104,9 +118,13 @@ def train_data_parallel():
     readers = [torch.Generator().manual_seed(100 + index) for index in range(ISLANDS)]
     for _ in range(ROUNDS * INNER_STEPS):
         optimizer.zero_grad()
-        loss_of(model, torch.cat([some_windows(train, BATCH, reader) for reader in readers])).backward()
+        loss_of(
+            model, torch.cat([some_windows(train, BATCH, reader) for reader in readers])
+        ).backward()
         optimizer.step()
-    return heldout_loss(model), ROUNDS * INNER_STEPS * 4 * sum(param.numel() for param in model.parameters())
+    return heldout_loss(model), ROUNDS * INNER_STEPS * 4 * sum(
+        param.numel() for param in model.parameters()
+    )
 
 
 results = {
@@ -118,8 +136,8 @@ for name, (loss, sent) in results.items():
     print(f"{name:40} held-out loss {loss:.3f}, {sent / 1e6:7.1f} MB of gradients for each island")
 
 # %% [markdown]
-# The islands send 20 times less, and are behind: 12 rounds are few. How the gap goes with the number of rounds, and
-# which outer optimizer is best for how many, was measured at length:
+# The islands send 20 times less, and are behind: 12 rounds are few. How the gap goes with the
+# number of rounds, and which outer optimizer is best for how many, was measured at length:
 # [results](../results.md#diloco-at-20-tokens-per-parameter).
 
 # %%
@@ -129,9 +147,10 @@ assert all(loss < 2.8 for loss, _ in results.values())
 # %% [markdown]
 # ## With this library
 #
-# The same as a config. What is new is everything around the loop: islands are processes on different machines, they
-# meet, they fail and return, a round commits on all of them or on none, and a digest proves that they hold the same
-# bits. `--in-process` runs them as threads here; without it they are real processes.
+# The same as a config. What is new is everything around the loop: islands are processes on
+# different machines, they meet, they fail and return, a round commits on all of them or on none,
+# and a digest proves that they hold the same bits. `--in-process` runs them as threads here;
+# without it they are real processes.
 
 # %%
 CONFIG = """
@@ -156,5 +175,6 @@ summary = json.loads((folder / "tutorial" / "summary.json").read_text())
 assert summary["digests_equal"] and summary["rounds_committed"] == 12
 
 # %% [markdown]
-# Now change something: `outer.inner_steps=5`, `outer.codec=int4`, `--islands 8`, `outer.optimizer.momentum=0.9`. Each
-# is one word on the command line. `diloco settings outer` lists the others.
+# Now change something: `outer.inner_steps=5`, `outer.codec=int4`, `--islands 8`,
+# `outer.optimizer.momentum=0.9`. Each is one word on the command line. `diloco settings outer`
+# lists the others.

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A tensor-parallel and a pipeline-parallel layer by hand
 #
-# Two ways to spread a model over processes, each in twenty lines, and then compared with those of this library: the
-# same loss and the same gradients. **Tensor parallelism** cuts every matrix, so that all ranks work on one layer.
-# **Pipeline parallelism** gives whole layers to ranks, so that they work on different micro-batches.
+# Two ways to spread a model over processes, each in twenty lines, and then compared with those of
+# this library: the same loss and the same gradients. **Tensor parallelism** cuts every matrix, so
+# that all ranks work on one layer. **Pipeline parallelism** gives whole layers to ranks, so that
+# they work on different micro-batches.
 
 # %%
 import tempfile
@@ -32,11 +33,15 @@ RANKS = 2
 
 
 def on_ranks(function):
-    """Run function(rank) in a process for each rank, which meet through a file, and return the results."""
+    """Run function(rank) in a process for each rank, which meet through a file, and return the
+    results.
+    """
     meeting = Path(tempfile.mkdtemp()) / "meeting"
 
     def rank_main(rank):
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS
+        )
         torch.save(function(rank), f"{meeting}.{rank}")
         dist.destroy_process_group()
 
@@ -52,11 +57,11 @@ def difference(got, expected):
 # %% [markdown]
 # ## Tensor parallelism: two matrices, one sum
 #
-# A feed-forward layer is `down(silu(gate(x)) * up(x))`. Give each rank half of the hidden units: half the **rows** of
-# gate and up, and the matching **columns** of down. Each then computes its hidden units from start to end without
-# asking anybody, and the layer's result is the sum of what the ranks have. One sum in the forward; in the backward the
-# gradient of x is a sum, too, because each rank's units contribute to it. These two are all of Megatron's trick
-# (1909.08053).
+# A feed-forward layer is `down(silu(gate(x)) * up(x))`. Give each rank half of the hidden units:
+# half the **rows** of gate and up, and the matching **columns** of down. Each then computes its
+# hidden units from start to end without asking anybody, and the layer's result is the sum of what
+# the ranks have. One sum in the forward; in the backward the gradient of x is a sum, too, because
+# each rank's units contribute to it. These two are all of Megatron's trick (1909.08053).
 
 # %%
 SIZES = ModelSizes(dim=64, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=128, vocab_size=256)
@@ -92,7 +97,9 @@ class SumInBackward(torch.autograd.Function):
 
 
 def whole_model():
-    """The model of one process, with weights that depend on the seed and each parameter's name alone."""
+    """The model of one process, with weights that depend on the seed and each parameter's name
+    alone.
+    """
     model = Transformer(SIZES, torch.arange(LENGTH))
     initialise(LocalParams(model, [model]), [model], seed=0)
     return model
@@ -106,7 +113,9 @@ def feed_forward_by_hand(rank):
     layer = whole_model().layers["0"].ffn
     gate, up = (half(each.weight, rank, dim=0) for each in (layer.gate_proj, layer.up_proj))
     down = half(layer.down_proj.weight, rank, dim=1)
-    x = torch.randn(BATCH, LENGTH, SIZES.dim, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(
+        BATCH, LENGTH, SIZES.dim, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     here = SumInBackward.apply(x)
     y = SumInForward.apply(F.linear(F.silu(F.linear(here, gate)) * F.linear(here, up), down))
     y.square().sum().backward()
@@ -124,26 +133,37 @@ for rank, errors in enumerate(on_ranks(feed_forward_by_hand)):
     assert max(errors.values()) < 1e-5
 
 # %% [markdown]
-# Why rows first and columns second? Cut the other way round, each rank would hold half of every input of `silu`, which
-# is not linear: the ranks would have to sum before it as well. Attention is cut in the same way, by heads.
+# Why rows first and columns second? Cut the other way round, each rank would hold half of every
+# input of `silu`, which is not linear: the ranks would have to sum before it as well. Attention is
+# cut in the same way, by heads.
 #
-# Ours is `inner/parallel/tensor.py`, a table of rows and columns for torch's `parallelize_module`. It also cuts the
-# stream between the matrices along the sequence (`island.parallel.sequence_parallel`), which makes of each sum a
-# scatter and a gather of the same bytes. The model itself does not change; its parameters become DTensors:
+# Ours is `inner/parallel/tensor.py`, a table of rows and columns for torch's `parallelize_module`.
+# It also cuts the stream between the matrices along the sequence
+# (`island.parallel.sequence_parallel`), which makes of each sum a scatter and a gather of the same
+# bytes. The model itself does not change; its parameters become DTensors:
 
 # %%
 MICRO_BATCHES = 4
-WINDOWS = torch.randint(0, 256, (MICRO_BATCHES, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(2))
+WINDOWS = torch.randint(
+    0, 256, (MICRO_BATCHES, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(2)
+)
 
 
 def our_step(degrees, parallel):
     """Loss of a step of the model on this mesh, and this rank's parameters with their gradients."""
-    layout = Layout(SIZES, LENGTH, IslandMesh(degrees, "cpu"), parallel, torch.float32, torch.device("cpu"))
+    layout = Layout(
+        SIZES, LENGTH, IslandMesh(degrees, "cpu"), parallel, torch.float32, torch.device("cpu")
+    )
     stages = build_stages(layout)
     initialise(LocalParams(build_whole(layout), stages), stages, seed=0)
-    runner, cutter = build_runner(layout, stages, BATCH, MICRO_BATCHES), build_cutter(layout, eos_id=None)
+    runner, cutter = (
+        build_runner(layout, stages, BATCH, MICRO_BATCHES),
+        build_cutter(layout, eos_id=None),
+    )
     loss = runner.backward([cutter(windows) for windows in WINDOWS], scale=torch.ones(()))
-    return loss.item(), {name: param for stage in stages for name, param in stage.named_parameters()}
+    return loss.item(), {
+        name: param for stage in stages for name, param in stage.named_parameters()
+    }
 
 
 def whole_step():
@@ -177,9 +197,10 @@ for rank, told in enumerate(on_ranks(our_tensor_parallel_step)):
 #
 # ## Pipeline parallelism: an order, and messages
 #
-# A rank has some of the layers. It receives a micro-batch from the rank before, computes, and sends the result on; the
-# gradients come back the same way. All that is left to decide is the **order** of forwards and backwards. Our function
-# `rank_actions` gives the order of each schedule; the loop below carries it out.
+# A rank has some of the layers. It receives a micro-batch from the rank before, computes, and sends
+# the result on; the gradients come back the same way. All that is left to decide is the **order**
+# of forwards and backwards. Our function `rank_actions` gives the order of each schedule; the loop
+# below carries it out.
 
 # %%
 LAYERS = (range(2), range(2, 4))
@@ -210,7 +231,9 @@ def pipeline_by_hand(schedule, rank):
             loss += outputs[number].item() if is_last else 0.0
             outputs.pop(number).backward(grad)
             if not is_first:
-                sends.append(dist.isend(inputs.pop(number).grad, rank - 1, tag=MICRO_BATCHES + number))
+                sends.append(
+                    dist.isend(inputs.pop(number).grad, rank - 1, tag=MICRO_BATCHES + number)
+                )
     for send in sends:
         send.wait()
     return loss, most_alive, {name: param.grad for name, param in stage.named_parameters()}
@@ -219,7 +242,9 @@ def pipeline_by_hand(schedule, rank):
 expected_loss, expected = whole_step()
 for schedule in ("gpipe", "1f1b"):
     ranks = on_ranks(partial(pipeline_by_hand, schedule))
-    errors = [difference(grad, expected[name]) for _, _, grads in ranks for name, grad in grads.items()]
+    errors = [
+        difference(grad, expected[name]) for _, _, grads in ranks for name, grad in grads.items()
+    ]
     print(f"\n{schedule}: loss {ranks[-1][0]:.3f}, whole model {expected_loss:.3f}")
     print(f"largest relative error of a gradient {max(errors):.1e}")
     print(f"micro-batches alive at once, by rank: {[alive for _, alive, _ in ranks]}")
@@ -228,9 +253,10 @@ for schedule in ("gpipe", "1f1b"):
     assert ranks[0][1] == {"gpipe": MICRO_BATCHES, "1f1b": RANKS}[schedule]
 
 # %% [markdown]
-# Both wait equally long, which is the dots. But with `gpipe` a rank keeps the activations of all micro-batches, with
-# `1f1b` only of as many as there are ranks after it: that is why it is the default. Ours runs torch's schedules over
-# the same stages (`inner/parallel/pipeline/step.py`). Two stages for each rank and split backwards fill the gaps:
+# Both wait equally long, which is the dots. But with `gpipe` a rank keeps the activations of all
+# micro-batches, with `1f1b` only of as many as there are ranks after it: that is why it is the
+# default. Ours runs torch's schedules over the same stages (`inner/parallel/pipeline/step.py`). Two
+# stages for each rank and split backwards fill the gaps:
 
 
 # %%
@@ -252,7 +278,7 @@ print({name: f"{100 * bubble:.0f} %" for name, bubble in bubbles.items()})
 assert bubbles["gpipe"] == bubbles["1f1b"] > bubbles["interleaved_1f1b"] > bubbles["zbv"]
 
 # %% [markdown]
-# Now change something: `MICRO_BATCHES = 8` makes every bubble smaller; `LAYERS = (range(3), range(3, 4))` gives the
-# same gradients; cut `down` by rows instead of columns and see which gradients go wrong.
-# `diloco mesh CONFIG 'islands=[{ranks: 2, mesh: {pp: 2}}]'` draws the schedule of a config, and
-# [choosing a mesh](../mesh.md) says when which axis is worth its traffic.
+# Now change something: `MICRO_BATCHES = 8` makes every bubble smaller; `LAYERS = (range(3),
+# range(3, 4))` gives the same gradients; cut `down` by rows instead of columns and see which
+# gradients go wrong. `diloco mesh CONFIG 'islands=[{ranks: 2, mesh: {pp: 2}}]'` draws the schedule
+# of a config, and [choosing a mesh](../mesh.md) says when which axis is worth its traffic.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # The mesh in pictures
 #
-# Sixteen ranks, four axes of two: `pp` cuts the layers, `dp_shard` the text and the weights, `cp` the sequence, `tp`
-# every matrix. This page draws which ranks talk to each other along each axis, which piece of a weight each rank holds,
-# and how the pipeline passes the time. Nothing is started: the pictures come from the functions that the trainer and
-# `diloco mesh` use.
+# Sixteen ranks, four axes of two: `pp` cuts the layers, `dp_shard` the text and the weights, `cp`
+# the sequence, `tp` every matrix. This page draws which ranks talk to each other along each axis,
+# which piece of a weight each rank holds, and how the pipeline passes the time. Nothing is started:
+# the pictures come from the functions that the trainer and `diloco mesh` use.
 
 # %%
 import multiprocessing
@@ -37,10 +37,12 @@ COLOURS = plt.get_cmap("tab20").colors
 # %% [markdown]
 # ## Who talks to whom
 #
-# A group of an axis are the ranks that differ on that axis alone. Ranks are numbered so that `tp`, which talks most,
-# has neighbours: put eight ranks on a node and `tp`, `cp` and `dp_shard` stay inside it, only `pp` leaves it.
+# A group of an axis are the ranks that differ on that axis alone. Ranks are numbered so that `tp`,
+# which talks most, has neighbours: put eight ranks on a node and `tp`, `cp` and `dp_shard` stay
+# inside it, only `pp` leaves it.
 #
-# ![Sixteen ranks, coloured by the group they are in on each of the four axes](../images/mesh_groups.png)
+# ![Sixteen ranks, coloured by the group they are in on each of the four
+# axes](../images/mesh_groups.png)
 
 # %%
 AXES = [axis for axis in ("pp", "dp_shard", "cp", "tp") if getattr(DEGREES, axis) > 1]
@@ -49,7 +51,9 @@ AXES = [axis for axis in ("pp", "dp_shard", "cp", "tp") if getattr(DEGREES, axis
 def place_of(rank):
     """Column and row of a rank in the drawing: tp and cp across, dp_shard and pp down."""
     at = DEGREES.coordinates(rank)
-    return at["cp"] * (DEGREES.tp + 0.3) + at["tp"], at["pp"] * (DEGREES.dp_shard + 0.3) + at["dp_shard"]
+    return at["cp"] * (DEGREES.tp + 0.3) + at["tp"], at["pp"] * (DEGREES.dp_shard + 0.3) + at[
+        "dp_shard"
+    ]
 
 
 figure, panels = plt.subplots(1, len(AXES), figsize=(3 * len(AXES), 3.3), layout="constrained")
@@ -58,29 +62,42 @@ for panel, axis in zip(panels, AXES, strict=True):
     for number, group in enumerate(groups):
         places = np.array([place_of(rank) for rank in group]) + 0.5
         for here, there in pairwise(places):
-            bow = {"arrowstyle": "-", "connectionstyle": "arc3,rad=0.3", "lw": 5, "color": COLOURS[number % 20]}
+            bow = {
+                "arrowstyle": "-",
+                "connectionstyle": "arc3,rad=0.3",
+                "lw": 5,
+                "color": COLOURS[number % 20],
+            }
             panel.annotate("", here, there, arrowprops=bow)
         for rank, (x, y) in zip(group, places, strict=True):
             panel.scatter(x, y, s=420, color=COLOURS[number % 20], zorder=2)
             panel.text(x, y, rank, ha="center", va="center", zorder=3)
-    panel.set(title=f"{axis}: {len(groups)} groups of {len(groups[0])}", aspect="equal", xticks=[], yticks=[])
+    panel.set(
+        title=f"{axis}: {len(groups)} groups of {len(groups[0])}",
+        aspect="equal",
+        xticks=[],
+        yticks=[],
+    )
     panel.margins(0.15)
     panel.invert_yaxis()
 figure.savefig("mesh_groups.png", dpi=90)
 for axis in AXES:
-    assert sorted(rank for group in rank_groups(DEGREES, axis) for rank in group) == list(range(DEGREES.num_ranks))
+    assert sorted(rank for group in rank_groups(DEGREES, axis) for rank in group) == list(
+        range(DEGREES.num_ranks)
+    )
 assert [len(rank_groups(DEGREES, axis)) for axis in AXES] == [DEGREES.num_ranks // 2] * len(AXES)
 
 # %% [markdown]
 # ## Who holds what of a weight
 #
-# `LocalParams` says which rectangle of a parameter a rank holds. We ask it on every rank of the first stage: a process
-# says that it is this rank, and builds the model without memory and without the others. Tensor parallelism cuts
-# `q_proj` by rows (by heads) and `out_proj` by columns; FSDP cuts what is left by rows, over `dp_shard` and `cp`
-# together, because ranks of `cp` have the same weights, too.
+# `LocalParams` says which rectangle of a parameter a rank holds. We ask it on every rank of the
+# first stage: a process says that it is this rank, and builds the model without memory and without
+# the others. Tensor parallelism cuts `q_proj` by rows (by heads) and `out_proj` by columns; FSDP
+# cuts what is left by rows, over `dp_shard` and `cp` together, because ranks of `cp` have the same
+# weights, too.
 #
-# ![Two weights of the first layer, cut into the rectangles of eight ranks; and the positions of a sequence by rank of
-# cp](../images/mesh_weights.png)
+# ![Two weights of the first layer, cut into the rectangles of eight ranks; and the positions of a
+# sequence by rank of cp](../images/mesh_weights.png)
 
 
 # %%
@@ -105,38 +122,53 @@ for panel, name in zip(panels, SHOWN, strict=False):
         (top, bottom), (left, right) = held[rank][name]
         covered[top:bottom, left:right] += 1
         size = right - left, bottom - top
-        panel.add_patch(Rectangle((left, top), *size, facecolor=COLOURS[2 * rank % 20], edgecolor="white", lw=2))
+        panel.add_patch(
+            Rectangle((left, top), *size, facecolor=COLOURS[2 * rank % 20], edgecolor="white", lw=2)
+        )
         panel.text(left + size[0] / 2, top + size[1] / 2, f"rank {rank}", ha="center", va="center")
-    panel.set(title=name.removesuffix(".weight"), xlim=(0, SIZES.dim), ylim=(SIZES.dim, 0), aspect="equal")
+    panel.set(
+        title=name.removesuffix(".weight"), xlim=(0, SIZES.dim), ylim=(SIZES.dim, 0), aspect="equal"
+    )
     panel.set(xlabel="columns: inputs", ylabel="rows: outputs")
     assert (covered == 1).all()  # every element is on one rank of the stage
 for cp_rank in range(DEGREES.cp):
     positions = rank_positions("ring", LENGTH, DEGREES.cp, cp_rank)
     panels[2].bar(positions, 0.8, width=1, bottom=cp_rank - 0.4, color=COLOURS[4 * cp_rank])
-panels[2].set(title="positions of a sequence (zigzag)", yticks=range(DEGREES.cp), ylim=(-1, DEGREES.cp))
+panels[2].set(
+    title="positions of a sequence (zigzag)", yticks=range(DEGREES.cp), ylim=(-1, DEGREES.cp)
+)
 panels[2].set_yticklabels([f"cp {cp_rank}" for cp_rank in range(DEGREES.cp)])
 figure.savefig("mesh_weights.png", dpi=90)
 
 # %% [markdown]
-# `diloco mesh CONFIG --placements` prints this for every parameter. Here is what it knows of the two:
+# `diloco mesh CONFIG --placements` prints this for every parameter. Here is what it knows of the
+# two:
 
 # %%
 placed = {each.name: each for each in find_placements(SIZES, DEGREES, ParallelConfig(), LENGTH)}
 for name in SHOWN:
-    print(f"{name:36} {dict(placed[name].cuts)}, {placed[name].local_shape} of {placed[name].shape}")
+    print(
+        f"{name:36} {dict(placed[name].cuts)}, {placed[name].local_shape} of {placed[name].shape}"
+    )
     (top, bottom), (left, right) = held[0][name]
     assert placed[name].local_shape == (bottom - top, right - left)
 
 # %% [markdown]
 # ## How the pipeline passes the time
 #
-# Two ranks, each with a part of the layers, and four micro-batches. White is waiting. With two stages for each rank,
-# and backwards that are split into what others wait for and what can be done later, almost nothing is left of it.
+# Two ranks, each with a part of the layers, and four micro-batches. White is waiting. With two
+# stages for each rank, and backwards that are split into what others wait for and what can be done
+# later, almost nothing is left of it.
 #
 # ![Time lines of three schedules on two ranks](../images/mesh_pipeline.png)
 
 # %%
-KINDS = {"forward": "#4c78a8", "backward": "#f58518", "input_backward": "#f58518", "weight_backward": "#e3c08d"}
+KINDS = {
+    "forward": "#4c78a8",
+    "backward": "#f58518",
+    "input_backward": "#f58518",
+    "weight_backward": "#e3c08d",
+}
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "zbv": 2}
 figure, panels = plt.subplots(len(SCHEDULES), 1, figsize=(10, 4.6), layout="constrained")
 bubbles = {}
@@ -145,20 +177,30 @@ for panel, (schedule, per_rank) in zip(panels, SCHEDULES.items(), strict=True):
     run = simulate(orders, forward=1 / per_rank, backward=2 / per_rank)
     bubbles[schedule] = run.bubble
     for rank, start, stop, action in run.timeline:
-        bar = Rectangle((start, rank), stop - start, 0.9, facecolor=KINDS[action.kind], edgecolor="white")
+        bar = Rectangle(
+            (start, rank), stop - start, 0.9, facecolor=KINDS[action.kind], edgecolor="white"
+        )
         panel.add_patch(bar)
-        panel.text((start + stop) / 2, rank + 0.45, action.micro_batch, ha="center", va="center", fontsize=8)
+        panel.text(
+            (start + stop) / 2,
+            rank + 0.45,
+            action.micro_batch,
+            ha="center",
+            va="center",
+            fontsize=8,
+        )
     panel.set(xlim=(0, 16), ylim=(DEGREES.pp, 0), yticks=[0.45, 1.45], yticklabels=["pp 0", "pp 1"])
     alive = " and ".join(f"{live / per_rank:.0f}" for live in run.peak_live)
     panel.set_title(
-        f"{schedule}: waits {100 * run.bubble:.0f} % of the work's time; keeps {alive} micro-batches at most"
+        f"{schedule}: waits {100 * run.bubble:.0f} % of the work's time; keeps {alive} "
+        "micro-batches at most"
     )
 figure.savefig("mesh_pipeline.png", dpi=90)
 print(bubbles)
 assert bubbles["gpipe"] == bubbles["1f1b"] > bubbles["zbv"]
 
 # %% [markdown]
-# Now change `DEGREES`, for example `Degrees(dp_replicate=2, dp_shard=4, tp=2)` with `AXES` of your own, or
-# `MICRO_BATCHES = 8`. Of your own config `diloco mesh` draws the same as text, with the bytes on each axis and the
-# memory of a rank: [choosing a mesh](../mesh.md). `diloco simulate configs/four-dimensions.yaml --islands 1` trains on
-# this mesh.
+# Now change `DEGREES`, for example `Degrees(dp_replicate=2, dp_shard=4, tp=2)` with `AXES` of your
+# own, or `MICRO_BATCHES = 8`. Of your own config `diloco mesh` draws the same as text, with the
+# bytes on each axis and the memory of a rank: [choosing a mesh](../mesh.md). `diloco simulate
+# configs/four-dimensions.yaml --islands 1` trains on this mesh.

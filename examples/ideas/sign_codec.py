@@ -1,4 +1,6 @@
-"""A codec of one bit per element: the sign of each, times the mean magnitude of its block of 256."""
+"""A codec of one bit per element: the sign of each, times the mean magnitude of its block of
+256.
+"""
 
 import torch
 
@@ -7,7 +9,9 @@ SCALE_BYTES = 4
 
 
 class Sign:
-    """With error feedback (outer.coding.feedback) it is EF-SignSGD's compressor (1901.09847) on pseudo-gradients."""
+    """With error feedback (outer.coding.feedback) it is EF-SignSGD's compressor (1901.09847) on
+    pseudo-gradients.
+    """
 
     block_elements = BLOCK
 
@@ -21,7 +25,9 @@ class Sign:
         counts = torch.full((len(rows), 1), BLOCK)
         counts[-1:] = values.numel() - BLOCK * (len(rows) - 1)
         scales = (rows.abs() / counts).sum(1)
-        bits = torch.nn.functional.pad((values >= 0).to(torch.uint8), (0, -values.numel() % 8)).view(-1, 8)
+        bits = torch.nn.functional.pad(
+            (values >= 0).to(torch.uint8), (0, -values.numel() % 8)
+        ).view(-1, 8)
         packed = (bits << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
         return torch.cat([scales.view(torch.uint8), packed])
 

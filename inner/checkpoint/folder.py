@@ -1,12 +1,16 @@
 """Checkpoint folders on disk: naming, locking, publishing, pruning and finding. No tensors; one
 process uses them.
 
-    step-00000120.partial/   being written; if the save is killed it stays, and the next save removes it
-    step-00000120/           published by one rename after all files are on the disk, the manifest last
+    step-00000120.partial/   being written; if the save is killed it stays, and the next save
+                             removes it
+    step-00000120/           published by one rename after all files are on the disk, the manifest
+                             last
     step-00000120-2/         step 120, saved a second time
     step-00000080.deleted/   being deleted
-    step-00000120/rejected   no loss was finite after it: nobody resumes from it, and the next save deletes it
-    lock                     locked by the process that may save here, and contains the name of that process
+    step-00000120/rejected   no loss was finite after it: nobody resumes from it, and the next save
+                             deletes it
+    lock                     locked by the process that may save here, and contains the name of that
+                             process
 
 manifest.py describes the manifest. Every file that the manifest names is checked against it before
 use.
@@ -76,7 +80,8 @@ class SavedCheckpoint:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Create the folder and lock it for this process until the returned file is closed or the process dies.
+    """Create the folder and lock it for this process until the returned file is closed or the
+    process dies.
 
     Raises InputError if another process holds the lock or the folder cannot be written.
     """
@@ -88,14 +93,17 @@ def lock_folder(folder: Path) -> TextIO:
     except OSError as error:
         is_locked = True
         log.warning(
-            "%s: this file system has no locks (%s); make sure that no other run saves here", folder, error.strerror
+            "%s: this file system has no locks (%s); make sure that no other run saves here",
+            folder,
+            error.strerror,
         )
     if not is_locked:
         file.seek(0)
         holder = file.read() or "unknown"
         file.close()
         raise InputError(
-            f"{folder}: another process saves checkpoints here ({holder}); give each run and island a folder of its "
+            f"{folder}: another process saves checkpoints here ({holder}); give each run and "
+            "island a folder of its "
             "own, or wait until that process has ended"
         )
     with _input_errors(folder):
@@ -120,7 +128,8 @@ def create_partial(folder: Path, inner_step: int, num_bytes: int, num_tensors: i
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise InputError(
-                f"{folder}: the disk is full: a checkpoint needs about {needed} bytes, {free} are free; free some, "
+                f"{folder}: the disk is full: a checkpoint needs about {needed} bytes, {free} are "
+                "free; free some, "
                 "keep fewer checkpoints, or use another folder"
             )
         path = folder / (free_name(folder, inner_step) + PARTIAL)
@@ -129,17 +138,26 @@ def create_partial(folder: Path, inner_step: int, num_bytes: int, num_tensors: i
 
 
 def publish(partial: Path, manifest: Manifest, signer: Signer = UNSIGNED) -> None:
-    """Turn the partial folder into a checkpoint by one rename. Its files must be on the disk already."""
+    """Turn the partial folder into a checkpoint by one rename. Its files must be on the disk
+    already.
+    """
     found = {file.name: file.stat().st_size for file in partial.iterdir()}
     written = {name: spec.size_bytes for name, spec in manifest.files.items()}
     if found != written:
         raise InputError(
-            f"{partial}: ranks wrote {sorted(written)}, rank 0 sees {sorted(found)}; the folder must be on a file "
+            f"{partial}: ranks wrote {sorted(written)}, rank 0 sees {sorted(found)}; the folder "
+            "must be on a file "
             "system that all of the island's ranks share"
         )
     folder = partial.parent
-    serial = 1 + max((checkpoint.manifest.serial for checkpoint in list_published(folder, signer)[0]), default=0)
-    finish(partial, write_manifest(replace(manifest, serial=serial), signer), partial.name.removesuffix(PARTIAL))
+    serial = 1 + max(
+        (checkpoint.manifest.serial for checkpoint in list_published(folder, signer)[0]), default=0
+    )
+    finish(
+        partial,
+        write_manifest(replace(manifest, serial=serial), signer),
+        partial.name.removesuffix(PARTIAL),
+    )
 
 
 def finish(partial: Path, manifest: bytes, name: str) -> None:
@@ -168,7 +186,8 @@ def prune(folder: Path, keep: int, signer: Signer = UNSIGNED) -> None:
             shutil.rmtree(doomed)
         except OSError as error:
             log.warning(
-                "%s: the checkpoint cannot be deleted (%s); delete it by hand, or the disk may fill up",
+                "%s: the checkpoint cannot be deleted (%s); delete it by hand, or the disk may "
+                "fill up",
                 checkpoint.path,
                 error,
             )
@@ -185,7 +204,9 @@ def reject_since(folder: Path, inner_step: int, signer: Signer = UNSIGNED) -> li
     return [checkpoint.path.name for checkpoint in rejected]
 
 
-def list_published(folder: Path, signer: Signer = UNSIGNED) -> tuple[list[SavedCheckpoint], list[str]]:
+def list_published(
+    folder: Path, signer: Signer = UNSIGNED
+) -> tuple[list[SavedCheckpoint], list[str]]:
     """Return the checkpoints whose manifest and file sizes are right, newest first, and a message
     for each damaged or refused checkpoint.
     """
@@ -212,7 +233,9 @@ def find_damage(checkpoint: SavedCheckpoint, names: Iterable[str]) -> str | None
         except OSError as error:
             return f"{checkpoint.path / name}: cannot be read: {error.strerror}"
         if not is_same:
-            return f"{checkpoint.path / name}: damaged: its content has changed since it was written"
+            return (
+                f"{checkpoint.path / name}: damaged: its content has changed since it was written"
+            )
     return None
 
 
@@ -292,6 +315,7 @@ def _input_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            f"{folder}: checkpoints cannot be kept here: {error.strerror}; it must be a folder that this user may read "
+            f"{folder}: checkpoints cannot be kept here: {error.strerror}; it must be a folder "
+            "that this user may read "
             "and write, on a disk with room"
         ) from error

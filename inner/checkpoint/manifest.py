@@ -19,7 +19,9 @@ from inner.foreign.text import parse_json
 
 FORMAT = 2
 READABLE = (1, FORMAT)
-"""The formats that this version reads. Format 1 has the files of torch.distributed.checkpoint, and SHA-256."""
+"""The formats that this version reads. Format 1 has the files of torch.distributed.checkpoint, and
+SHA-256.
+"""
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 FORMER_INDEX = ".metadata"
@@ -103,7 +105,10 @@ def write_manifest(manifest: Manifest, signer: Signer) -> bytes:
     """Return the bytes of a manifest file: the signature, then a line with the hash of the JSON,
     then the JSON.
     """
-    files = {name: {"size_bytes": spec.size_bytes, **_hash_of(spec)} for name, spec in manifest.files.items()}
+    files = {
+        name: {"size_bytes": spec.size_bytes, **_hash_of(spec)}
+        for name, spec in manifest.files.items()
+    }
     values = {"format": FORMAT, **asdict(manifest), "files": files}
     text = json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode()
     return signer.sign(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
@@ -114,12 +119,18 @@ def _hash_of(spec: FileSpec) -> dict[str, str]:
 
 
 def parse_manifest(raw: bytes, path: str, signer: Signer) -> Manifest:
-    """Parse the manifest of the checkpoint at `path`. Raises InputError if it is damaged, refused or malformed."""
+    """Parse the manifest of the checkpoint at `path`. Raises InputError if it is damaged, refused
+    or malformed.
+    """
     if len(raw) > MAX_MANIFEST_BYTES:
-        raise InputError(f"{path}/{MANIFEST}: more than {MAX_MANIFEST_BYTES} bytes; a manifest is shorter")
+        raise InputError(
+            f"{path}/{MANIFEST}: more than {MAX_MANIFEST_BYTES} bytes; a manifest is shorter"
+        )
     digest, _, text = signer.check(raw, f"{path}/{MANIFEST}").partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != digest:
-        raise InputError(f"{path}/{MANIFEST}: damaged: its content has changed since it was written")
+        raise InputError(
+            f"{path}/{MANIFEST}: damaged: its content has changed since it was written"
+        )
     try:
         if (got := _HEADER.validate_json(text).format) not in READABLE:
             known = " and ".join(map(str, READABLE))
@@ -132,14 +143,18 @@ def parse_manifest(raw: bytes, path: str, signer: Signer) -> Manifest:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, problem["loc"]))
-        raise InputError(f"{path}/{MANIFEST}: not a manifest: {where}: {problem['msg']}; use another copy") from None
+        raise InputError(
+            f"{path}/{MANIFEST}: not a manifest: {where}: {problem['msg']}; use another copy"
+        ) from None
     except InputError:
         raise
     except ValueError as error:
         raise InputError(f"{path}/{MANIFEST}: not a manifest: {error}; use another copy") from None
     for name in manifest.files:
         if not FILE_NAME.fullmatch(name):
-            raise InputError(f"{path}/{MANIFEST}: refused: {name!r} is not the name of a file of a checkpoint")
+            raise InputError(
+                f"{path}/{MANIFEST}: refused: {name!r} is not the name of a file of a checkpoint"
+            )
     return manifest
 
 
@@ -149,7 +164,9 @@ def _check_items(values: dict[str, Any]) -> None:
     """
     optimizers = values.get("optimizers", {})
     files = values.get("files", {})
-    if isinstance(optimizers, dict) and not all(isinstance(each, str) for each in optimizers.values()):
+    if isinstance(optimizers, dict) and not all(
+        isinstance(each, str) for each in optimizers.values()
+    ):
         raise ValueError("optimizers: text expected for each name")
     if isinstance(files, dict) and len(files) > MAX_FILES:
         raise ValueError(f"files: {len(files)} of them; a checkpoint has at most {MAX_FILES}")

@@ -8,13 +8,28 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from inner.checkpoint.pickle_parser import Call, Name, Pairs, PickleError, parse_pickle
 
 DTYPES = {
     f"torch.{name}": getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    )
 }
 """The dtypes that a checkpoint may have, in any format, by their full name."""
 METADATA = "torch.distributed.checkpoint.metadata."
@@ -42,7 +57,9 @@ BYTES_PER_CHUNK = 8
 
 Shape = tuple[int, ...]
 ListedChunk = tuple[str, Shape, str, int, int]
-"""Name of the tensor, offsets of the chunk in it, and its file, first byte there and length in bytes."""
+"""Name of the tensor, offsets of the chunk in it, and its file, first byte there and length in
+bytes.
+"""
 
 
 def parse_pickled_index(raw: bytes) -> tuple[dict[str, TensorStorageMetadata], list[ListedChunk]]:
@@ -65,7 +82,9 @@ def _tensor(name: str, value: Any, most_chunks: int) -> TensorStorageMetadata:
     if not isinstance(chunks, list) or len(chunks) > most_chunks:
         raise PickleError(f"{name!r} has no list of chunks, or too long a list")
     dtype = _dtype(fields.get("properties"))
-    return TensorStorageMetadata(TensorProperties(dtype), _size(fields.get("size")), [_chunk(each) for each in chunks])
+    return TensorStorageMetadata(
+        TensorProperties(dtype), _size(fields.get("size")), [_chunk(each) for each in chunks]
+    )
 
 
 def _chunk(value: Any) -> ChunkStorageMetadata:
@@ -81,7 +100,13 @@ def _chunks(pairs: Any) -> Iterator[ListedChunk]:
         if info.get("transform_descriptors"):
             raise PickleError(f"{file!r} is transformed; only plain files are read")
         offsets = tuple(_size(chunk.get("offset")))
-        yield _text(chunk.get("fqn")), offsets, file, _count(info.get("offset")), _count(info.get("length"))
+        yield (
+            _text(chunk.get("fqn")),
+            offsets,
+            file,
+            _count(info.get("offset")),
+            _count(info.get("length")),
+        )
 
 
 def _attributes(value: Any, kind: str) -> dict[str, Any]:
@@ -95,7 +120,11 @@ def _attributes(value: Any, kind: str) -> dict[str, Any]:
 
 def _dtype(properties: Any) -> torch.dtype:
     kind = METADATA + "TensorProperties"
-    if not isinstance(properties, Call) or properties.function != kind or not isinstance(properties.state, tuple):
+    if (
+        not isinstance(properties, Call)
+        or properties.function != kind
+        or not isinstance(properties.state, tuple)
+    ):
         raise PickleError(f"it holds {_describe(properties)} where {kind} is expected")
     dtype = properties.state[0] if properties.state else None
     if not isinstance(dtype, Name) or dtype.text not in DTYPES:
@@ -104,7 +133,11 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def _size(value: Any) -> torch.Size:
-    numbers = value.args[0] if isinstance(value, Call) and value.function == "torch.Size" and value.args else None
+    numbers = (
+        value.args[0]
+        if isinstance(value, Call) and value.function == "torch.Size" and value.args
+        else None
+    )
     if not isinstance(numbers, tuple) or len(numbers) > MAX_DIMS:
         raise PickleError(f"it holds {_describe(value)} where torch.Size is expected")
     return torch.Size([_count(number) for number in numbers])

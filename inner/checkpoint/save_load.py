@@ -1,9 +1,9 @@
 """Checkpoints of an island's training state: saved in the background, published atomically,
 loadable on any mesh.
 
-Each rank writes its own shards, under names that do not depend on the mesh; torch.distributed.checkpoint
-plans who writes and reads what. A checkpoint may come from somebody else: nothing in it is run (index.py,
-tensor_reader.py), and manifests may be signed.
+Each rank writes its own shards, under names that do not depend on the mesh;
+torch.distributed.checkpoint plans who writes and reads what. A checkpoint may come from somebody
+else: nothing in it is run (index.py, tensor_reader.py), and manifests may be signed.
 """
 
 import json
@@ -57,7 +57,9 @@ class Checkpoints:
     raises on all ranks.
     """
 
-    def __init__(self, folder: Path, keep: int, timeout_seconds: float = 1800.0, *, signer: Signer = UNSIGNED) -> None:
+    def __init__(
+        self, folder: Path, keep: int, timeout_seconds: float = 1800.0, *, signer: Signer = UNSIGNED
+    ) -> None:
         """Lock `folder` until close(), and keep the newest `keep` checkpoints. Raises InputError if
         the folder cannot be locked.
 
@@ -81,7 +83,12 @@ class Checkpoints:
         self._writer = Worker("checkpoint")
 
     def save(
-        self, trainer: TrainingState, facts: dict[str, Any], extra: Tensors | None = None, *, wait: bool = False
+        self,
+        trainer: TrainingState,
+        facts: dict[str, Any],
+        extra: Tensors | None = None,
+        *,
+        wait: bool = False,
     ) -> None:
         """Copy the state to CPU memory and write the copy in the background. With `wait`, return
         once it is published.
@@ -103,12 +110,18 @@ class Checkpoints:
 
         def begin() -> Path:
             json.dumps(facts, allow_nan=False)
-            return disk.create_partial(self._folder, manifest.inner_step, sum(sizes.values()), len(sizes))
+            return disk.create_partial(
+                self._folder, manifest.inner_step, sum(sizes.values()), len(sizes)
+            )
 
         partial = run_on_first_rank(self._group, begin)
-        copies = dict(zip(live, copy_to_host([tensor for tensor, *_ in live.values()]), strict=True))
+        copies = dict(
+            zip(live, copy_to_host([tensor for tensor, *_ in live.values()]), strict=True)
+        )
         device = next(param.device for _, param in state.named_params(trainer.model_parts))
-        self._writing = self._writer.submit(lambda: _on_device(lambda: self._write(copies, partial, manifest), device))
+        self._writing = self._writer.submit(
+            lambda: _on_device(lambda: self._write(copies, partial, manifest), device)
+        )
         if wait:
             self.wait(self._timeout_seconds)
 
@@ -120,13 +133,17 @@ class Checkpoints:
             return
         finished, _ = wait([self._writing], timeout_seconds)
         if not finished:
-            raise TimeoutError(f"{self._folder}: a checkpoint is still being written after {timeout_seconds} s")
+            raise TimeoutError(
+                f"{self._folder}: a checkpoint is still being written after {timeout_seconds} s"
+            )
         writing = self._writing
         self._writing = None
         writing.result()
 
     def when_written(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on another thread once the save in progress is published; never if that save fails."""
+        """Call `callback` on another thread once the save in progress is published; never if that
+        save fails.
+        """
         assert self._writing is not None, "nothing is being written"
         self._writing.add_done_callback(lambda done: None if done.exception() else callback())
 
@@ -148,7 +165,8 @@ class Checkpoints:
             problems.append(problem)
         if problems:
             raise InputError(
-                f"{self._folder}: none of the {len(problems)} checkpoints is whole; {problems[-1]}; restore one, or "
+                f"{self._folder}: none of the {len(problems)} checkpoints is whole; "
+                f"{problems[-1]}; restore one, or "
                 "move them away to train from the beginning"
             )
         return None
@@ -156,7 +174,9 @@ class Checkpoints:
     def find_steps(self) -> set[int]:
         """Return the inner steps that have a checkpoint without a damaged file."""
         intact, _ = self._list_published()
-        return {checkpoint.inner_step for checkpoint in intact if self._find_damage(checkpoint) is None}
+        return {
+            checkpoint.inner_step for checkpoint in intact if self._find_damage(checkpoint) is None
+        }
 
     def at(self, inner_step: int) -> SavedCheckpoint:
         """Return a step's last saved checkpoint. Raises InputError if it is missing or damaged."""
@@ -165,14 +185,19 @@ class Checkpoints:
         if not there:
             steps = ", ".join(str(checkpoint.inner_step) for checkpoint in intact) or "none"
             damaged = "".join(f"; {problem}" for problem in problems)
-            raise InputError(f"{self._folder}: no checkpoint of step {inner_step}; there are: {steps}{damaged}")
+            raise InputError(
+                f"{self._folder}: no checkpoint of step {inner_step}; there are: {steps}{damaged}"
+            )
         problem = self._find_damage(there[0])
         if problem is not None:
             raise InputError(f"{problem}; restore it, or load another step's checkpoint")
         return there[0]
 
     def load(
-        self, trainer: TrainingState, checkpoint: SavedCheckpoint, allocate_extra: AllocateExtra = lambda names: {}
+        self,
+        trainer: TrainingState,
+        checkpoint: SavedCheckpoint,
+        allocate_extra: AllocateExtra = lambda names: {},
     ) -> dict[str, Any]:
         """Load parameters, optimizer states and inner step into the trainer, on any mesh, and
         return the saved facts.
@@ -189,7 +214,9 @@ class Checkpoints:
         self._check_fit(trainer, checkpoint, index.tensors)
         state.make_states(trainer.model_parts, trainer.optimizers, index.tensors)
         live = state.live_tensors(trainer.model_parts, trainer.optimizers)
-        tensors = {name: copies[0] for name, copies in live.items()} | dict(allocate_extra(index.tensors.keys()))
+        tensors = {name: copies[0] for name, copies in live.items()} | dict(
+            allocate_extra(index.tensors.keys())
+        )
         read_tensors(tensors, checkpoint.path, index, self._group)
         for first, *others in live.values():
             for other in others:
@@ -213,7 +240,9 @@ class Checkpoints:
         Returns their names.
         """
         self.wait(self._timeout_seconds)
-        return run_on_first_rank(self._group, lambda: disk.reject_since(self._folder, inner_step, self._signer))
+        return run_on_first_rank(
+            self._group, lambda: disk.reject_since(self._folder, inner_step, self._signer)
+        )
 
     def run_on_first_rank(self, work: Callable[[], None]) -> None:
         """Run `work` on rank 0, which holds the folder's lock. If `work` raises, every rank raises
@@ -222,7 +251,9 @@ class Checkpoints:
         run_on_first_rank(self._group, work)
 
     def close(self) -> None:
-        """Wait for a save in progress and unlock the folder. No other method may be called afterwards."""
+        """Wait for a save in progress and unlock the folder. No other method may be called
+        afterwards.
+        """
         try:
             self.wait(self._timeout_seconds)
         finally:
@@ -240,8 +271,13 @@ class Checkpoints:
         """
         try:
             files = write_tensors(copies, partial, self._group)
-            run_on_first_rank(self._group, lambda: disk.publish(partial, replace(manifest, files=files), self._signer))
-            run_on_first_rank(self._group, lambda: disk.prune(self._folder, self._keep, self._signer))
+            run_on_first_rank(
+                self._group,
+                lambda: disk.publish(partial, replace(manifest, files=files), self._signer),
+            )
+            run_on_first_rank(
+                self._group, lambda: disk.prune(self._folder, self._keep, self._signer)
+            )
         # Keep every error for wait(), which raises it in the caller's thread.
         except Exception as error:
             raise CheckpointFailed(
@@ -251,12 +287,19 @@ class Checkpoints:
 
     def _list_published(self) -> tuple[list[SavedCheckpoint], list[str]]:
         self.wait(self._timeout_seconds)
-        return run_on_first_rank(self._group, lambda: disk.list_published(self._folder, self._signer))
+        return run_on_first_rank(
+            self._group, lambda: disk.list_published(self._folder, self._signer)
+        )
 
     def _find_damage(self, checkpoint: SavedCheckpoint) -> str | None:
         """Return a message about a damaged file, or None. Each file is hashed by one rank."""
-        mine = sorted(checkpoint.manifest.files)[dist.get_rank(self._group) :: dist.get_world_size(self._group)]
-        return next(filter(None, run_on_all_ranks(self._group, lambda: disk.find_damage(checkpoint, mine))), None)
+        mine = sorted(checkpoint.manifest.files)[
+            dist.get_rank(self._group) :: dist.get_world_size(self._group)
+        ]
+        return next(
+            filter(None, run_on_all_ranks(self._group, lambda: disk.find_damage(checkpoint, mine))),
+            None,
+        )
 
     def _find_rejection(self, checkpoint: SavedCheckpoint) -> str | None:
         """Return a message if it was rejected, or None. Only rank 0 looks, so that all ranks
@@ -265,18 +308,29 @@ class Checkpoints:
         is_rejected = run_on_first_rank(self._group, lambda: checkpoint.is_rejected)
         return f"{checkpoint.path}: rejected: no loss was finite after it" if is_rejected else None
 
-    def _check_fit(self, trainer: TrainingState, checkpoint: SavedCheckpoint, saved: state.Saved) -> None:
-        """Raise InputError if the checkpoint's parameters and optimizers differ from the trainer's."""
+    def _check_fit(
+        self, trainer: TrainingState, checkpoint: SavedCheckpoint, saved: state.Saved
+    ) -> None:
+        """Raise InputError if the checkpoint's parameters and optimizers differ from the
+        trainer's.
+        """
         stages = trainer.model_parts
         optimizers = trainer.optimizers
         kinds = checkpoint.manifest.optimizers
-        names = run_on_all_ranks(self._group, lambda: [name for name, _ in state.named_params(stages)])
+        names = run_on_all_ranks(
+            self._group, lambda: [name for name, _ in state.named_params(stages)]
+        )
         extra = sorted(state.saved_params(saved).difference(*names))
-        problems = run_on_all_ranks(self._group, lambda: state.find_mismatch(stages, optimizers, saved, kinds))
-        problems += [f"the checkpoint has the parameter {name}, the model does not" for name in extra]
+        problems = run_on_all_ranks(
+            self._group, lambda: state.find_mismatch(stages, optimizers, saved, kinds)
+        )
+        problems += [
+            f"the checkpoint has the parameter {name}, the model does not" for name in extra
+        ]
         if problem := next(filter(None, problems), None):
             raise InputError(
-                f"{checkpoint.path}: {problem}; load it with the model and optimizer that it was saved with, or start "
+                f"{checkpoint.path}: {problem}; load it with the model and optimizer that it was "
+                "saved with, or start "
                 "another run in another folder"
             )
 

@@ -1,10 +1,12 @@
-"""A rank's tensors in a checkpoint: parameters and optimizer states, under names that do not depend on the mesh.
+"""A rank's tensors in a checkpoint: parameters and optimizer states, under names that do not depend
+on the mesh.
 
     params/<full name>                  fp32 master weights
     optimizer/<full name>/<state>       the optimizer's states of that parameter
     buffers/<full name>                 buffers that training changes: the biases of routers
 
-Hyperparameters are not saved: they come from the config, and the learning rate from the config and the inner step.
+Hyperparameters are not saved: they come from the config, and the learning rate from the config and
+the inner step.
 """
 
 from collections import defaultdict
@@ -41,7 +43,9 @@ def live_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, list[Tenso
         named[BUFFERS + buffer.name].append(buffer.tensor)
     for name, param, optimizer, _ in _stepped(stages, optimizers):
         for key, value in optimizer.state.get(param, {}).items():
-            assert isinstance(value, Tensor), f"{name}: {key} is {type(value)}; only tensors are saved"
+            assert isinstance(value, Tensor), (
+                f"{name}: {key} is {type(value)}; only tensors are saved"
+            )
             named[f"{OPTIMIZER}{name}/{key}"].append(value.detach())
     return dict(named)
 
@@ -53,7 +57,9 @@ def num_bytes(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
 
 def optimizer_names(stages: Stages, optimizers: Optimizers) -> dict[str, str]:
     """Return the class of the optimizer that steps each parameter, by parameter name."""
-    return {name: optimizer_kind(optimizer) for name, _, optimizer, _ in _stepped(stages, optimizers)}
+    return {
+        name: optimizer_kind(optimizer) for name, _, optimizer, _ in _stepped(stages, optimizers)
+    }
 
 
 def make_states(stages: Stages, optimizers: Optimizers, saved: Saved) -> None:
@@ -77,7 +83,9 @@ def make_states(stages: Stages, optimizers: Optimizers, saved: Saved) -> None:
             optimizer.state[param] = states
 
 
-def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_kinds: Mapping[str, str]) -> str | None:
+def find_mismatch(
+    stages: Stages, optimizers: Optimizers, saved: Saved, saved_kinds: Mapping[str, str]
+) -> str | None:
     """Return a message about the first parameter that cannot be loaded from the checkpoint into
     these stages, or None.
     """
@@ -96,11 +104,21 @@ def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_ki
     keys = _saved_keys(saved)
     for name, param, _, _ in _stepped(stages, optimizers):
         for key in keys[name]:
-            if (size := saved[f"{OPTIMIZER}{name}/{key}"].size) not in (_shape_of_rows(param), param.shape, ()):
-                return f"{name} is {tuple(param.shape)}, but its {key} in the checkpoint is {tuple(size)}"
+            if (size := saved[f"{OPTIMIZER}{name}/{key}"].size) not in (
+                _shape_of_rows(param),
+                param.shape,
+                (),
+            ):
+                return (
+                    f"{name} is {tuple(param.shape)}, but its {key} in the checkpoint is "
+                    f"{tuple(size)}"
+                )
     for name, optimizer in optimizer_names(stages, optimizers).items():
         if saved_kinds.get(name) != optimizer:
-            return f"{name} is stepped by {optimizer} here, but by {saved_kinds.get(name, 'none')} in the checkpoint"
+            return (
+                f"{name} is stepped by {optimizer} here, but by "
+                f"{saved_kinds.get(name, 'none')} in the checkpoint"
+            )
     return None
 
 
@@ -132,7 +150,9 @@ def _shape_of_rows(param: Tensor) -> torch.Size:
     return param.shape[:2] if param.ndim == 3 else param.shape[:1]
 
 
-def _stepped(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict[str, Any]]]:
+def _stepped(
+    stages: Stages, optimizers: Optimizers
+) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict[str, Any]]]:
     """Yield (name, parameter, optimizer, param group) for each parameter that an optimizer
     steps.
     """
@@ -140,11 +160,15 @@ def _stepped(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, nn.P
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                assert param in names, f"{type(optimizer).__name__} steps a parameter that is in no stage"
+                assert param in names, (
+                    f"{type(optimizer).__name__} steps a parameter that is in no stage"
+                )
                 yield names[param], param, optimizer, group
 
 
-def _allocate(param: nn.Parameter, group: Mapping[str, Any], saved: TensorStorageMetadata) -> Tensor:
+def _allocate(
+    param: nn.Parameter, group: Mapping[str, Any], saved: TensorStorageMetadata
+) -> Tensor:
     """Allocate one state. 0-d states (step counts) are on the CPU, unless the optimizer's kernel
     reads them on the device.
     """

@@ -4,9 +4,9 @@ shards.
 torch.distributed.checkpoint plans which rank reads which chunks. The reader here takes the checked
 index, and reads the values of a chunk straight into the tensor that wants them.
 
-In format 1 a chunk is an archive of torch.save. It is read with `torch.load(weights_only=True)`, which
-builds tensors and calls nothing else, after a check that it is stored uncompressed, so a chunk cannot
-take more memory than its bytes in the file.
+In format 1 a chunk is an archive of torch.save. It is read with `torch.load(weights_only=True)`,
+which builds tensors and calls nothing else, after a check that it is stored uncompressed, so a
+chunk cannot take more memory than its bytes in the file.
 """
 
 import io
@@ -36,7 +36,9 @@ class CheckpointFailed(RuntimeError):
     """A checkpoint could not be written or read. Older checkpoints are unchanged."""
 
 
-def read_tensors(tensors: dict[str, Tensor], path: Path, index: Index, group: dist.ProcessGroup | None) -> None:
+def read_tensors(
+    tensors: dict[str, Tensor], path: Path, index: Index, group: dist.ProcessGroup | None
+) -> None:
     """Fill `tensors` from the checkpoint at `path`. Every rank of the group must call it; None is a
     single process.
 
@@ -94,7 +96,12 @@ class _TensorReader:
             (first_row, shape[0]), box[0] = box[0], (0, box[0][1])
             start += first_row * prod(shape[1:]) * dtype.itemsize
         is_whole = box == [(0, size) for size in shape]
-        is_direct = is_whole and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+        is_direct = (
+            is_whole
+            and target.device.type == "cpu"
+            and target.dtype == dtype
+            and target.is_contiguous()
+        )
         rows = target if is_direct else torch.empty(shape, dtype=dtype)
         self._read_bytes(self._path / self._index.places[key].file, start, rows)
         if not is_direct:
@@ -116,7 +123,9 @@ class _TensorReader:
         # Several chunks may begin at the same offsets, but at most one of them has elements, and
         # only that one is read.
         chunks = self._index.tensors[key[0]].chunks
-        return next(chunk.sizes for chunk in chunks if chunk.offsets == key[1] and 0 not in chunk.sizes)
+        return next(
+            chunk.sizes for chunk in chunks if chunk.offsets == key[1] and 0 not in chunk.sizes
+        )
 
     def _load_archive(self, key: ChunkKey) -> Tensor:
         """Load a chunk of format 1. Raises InputError if it is not what the index says."""
@@ -134,11 +143,18 @@ class _TensorReader:
             # Leave out the text of torch's error: it recommends running the code in the file.
             cause = str(error) if type(error) is ValueError else type(error).__name__
             raise InputError(
-                f"{path}: refused: the bytes of {name} are not a saved tensor ({cause}), and nothing in them was run; "
+                f"{path}: refused: the bytes of {name} are not a saved tensor ({cause}), and "
+                "nothing in them was run; "
                 "use a checkpoint from a source that you trust"
             ) from None
-        if chunk.shape != self._shape(key) or chunk.dtype != saved.properties.dtype or chunk.layout != torch.strided:
-            raise InputError(f"{path}: refused: {name} has a shape or dtype other than the index says")
+        if (
+            chunk.shape != self._shape(key)
+            or chunk.dtype != saved.properties.dtype
+            or chunk.layout != torch.strided
+        ):
+            raise InputError(
+                f"{path}: refused: {name} has a shape or dtype other than the index says"
+            )
         return chunk
 
 
@@ -150,8 +166,8 @@ def _cut(chunk: Tensor, box: Box) -> Tensor:
 
 
 def load_chunk(saved: bytes) -> Tensor:
-    """Load a tensor from bytes that torch.save wrote. For other bytes, raises ValueError or an error of torch
-    or zipfile.
+    """Load a tensor from bytes that torch.save wrote. For other bytes, raises ValueError or an
+    error of torch or zipfile.
 
     It allocates no more memory than the length of `saved`, because it accepts only uncompressed
     data.

@@ -1,9 +1,11 @@
-"""Write the tensors of a checkpoint, each rank its own shards into one file, which is hashed while it
-is written.
+"""Write the tensors of a checkpoint, each rank its own shards into one file, which is hashed while
+it is written.
 
-    rank-0.tensors   the values of the chunks of rank 0, one after the other, each at a multiple of 64 bytes
+    rank-0.tensors   the values of the chunks of rank 0, one after the other, each at a multiple of
+                     64 bytes
 
-torch.distributed.checkpoint plans which rank writes which chunks, so that each element is written once.
+torch.distributed.checkpoint plans which rank writes which chunks, so that each element is written
+once.
 """
 
 import os
@@ -26,11 +28,14 @@ BLOCK_BYTES = 1 << 18
 """A block is hashed and written while the processor's cache holds it."""
 
 
-def write_tensors(tensors: dict[str, Tensor], partial: Path, group: dist.ProcessGroup) -> dict[str, FileSpec]:
-    """Write the tensors of all ranks and the index into the partial folder, and return the sizes and
-    hashes of all files. Every rank of the group must call it; `tensors` are on the CPU.
+def write_tensors(
+    tensors: dict[str, Tensor], partial: Path, group: dist.ProcessGroup
+) -> dict[str, FileSpec]:
+    """Write the tensors of all ranks and the index into the partial folder, and return the sizes
+    and hashes of all files. Every rank of the group must call it; `tensors` are on the CPU.
 
-    All files are on the disk when it returns. Raises the error of the lowest rank on which it fails.
+    All files are on the disk when it returns. Raises the error of the lowest rank on which it
+    fails.
     """
     rank = dist.get_rank(group)
     planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -56,17 +61,23 @@ def write_tensors(tensors: dict[str, Tensor], partial: Path, group: dist.Process
     return files | {INDEX: spec}
 
 
-def _write_chunks(path: Path, planner: DefaultSavePlanner, plan: SavePlan) -> tuple[FileSpec, list[FiledChunk]]:
+def _write_chunks(
+    path: Path, planner: DefaultSavePlanner, plan: SavePlan
+) -> tuple[FileSpec, list[FiledChunk]]:
     """Write the chunks of a plan into one file."""
     chunks = []
     with HashedFile(path) as file:
         for item in planner.finish_plan(plan).items:
             tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor) and item.tensor_data is not None, f"{item.index.fqn} is no tensor"
+            assert isinstance(tensor, Tensor) and item.tensor_data is not None, (
+                f"{item.index.fqn} is no tensor"
+            )
             values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
             start = file.write(values)
             box = item.tensor_data.chunk
-            chunks.append(FiledChunk(item.index.fqn, tuple(box.offsets), tuple(box.sizes), path.name, start))
+            chunks.append(
+                FiledChunk(item.index.fqn, tuple(box.offsets), tuple(box.sizes), path.name, start)
+            )
     return file.spec, chunks
 
 

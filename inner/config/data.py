@@ -45,13 +45,20 @@ class SourceConfig(Section):
     @model_validator(mode="after")
     def _settings_fit_the_source(self) -> Self:
         if self.options and not is_import_path(self.source):
-            raise ValueError(f"options are for an own source only, and source is {self.source}; leave options out")
+            raise ValueError(
+                f"options are for an own source only, and source is {self.source}; leave options "
+                "out"
+            )
         if self.source == "shards" and self.max_tokens is not None:
             raise ValueError(
-                "max_tokens applies when text is prepared, and shards are already prepared; leave it out here"
+                "max_tokens applies when text is prepared, and shards are already prepared; leave "
+                "it out here"
             )
         if self.format == "chat" and self.source not in ("files", "huggingface"):
-            raise ValueError(f"format chat needs the rows of source files or huggingface, and source is {self.source}")
+            raise ValueError(
+                "format chat needs the rows of source files or huggingface, and source is "
+                f"{self.source}"
+            )
         return self
 
 
@@ -75,7 +82,9 @@ class DataConfig(SourceConfig):
     """The sources of text, and how the text is cut into sequences."""
 
     mixture: tuple[MixtureEntry, ...] = ()
-    """Several sources, mixed by weight. Empty: the single source given by `source` and the keys next to it."""
+    """Several sources, mixed by weight. Empty: the single source given by `source` and the keys
+    next to it.
+    """
     tokenizer: str = "bytes"
     """How text becomes tokens: `bytes`, the path of a tokenizer.json, or the name of a tokenizer on
     the Hugging Face hub."""
@@ -103,18 +112,26 @@ class DataConfig(SourceConfig):
         names = [entry.name for entry in self.mixture]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
-            raise ValueError(f"mixture has {twice[0]!r} {names.count(twice[0])} times; give each entry its own name")
+            raise ValueError(
+                f"mixture has {twice[0]!r} {names.count(twice[0])} times; give each entry its own "
+                "name"
+            )
         plain = SourceConfig()
-        also = [key for key in SourceConfig.model_fields if getattr(self, key) != getattr(plain, key)]
+        also = [
+            key for key in SourceConfig.model_fields if getattr(self, key) != getattr(plain, key)
+        ]
         if self.mixture and also:
-            raise ValueError(f"mixture has sources of its own: move {', '.join(also)} into its entries")
+            raise ValueError(
+                f"mixture has sources of its own: move {', '.join(also)} into its entries"
+            )
         return self
 
     @model_validator(mode="after")
     def _sequences_fill_shards(self) -> "DataConfig":
         if self.order == "shards" and self.shard_tokens % self.seq_len:
             raise ValueError(
-                f"shard_tokens: got {self.shard_tokens}, which is not a multiple of seq_len {self.seq_len}; allowed: "
+                f"shard_tokens: got {self.shard_tokens}, which is not a multiple of seq_len "
+                f"{self.seq_len}; allowed: "
                 f"multiples of it, such as {nearest_multiples(self.shard_tokens, self.seq_len)}"
             )
         return self
@@ -124,7 +141,8 @@ class DataConfig(SourceConfig):
         for entry in self.mixture:
             if entry.only and (self.order == "shards" or entry.source == "shards"):
                 raise ValueError(
-                    f"mixture: {entry.name!r} has `only`, but all islands can read shards from a store; leave "
+                    f"mixture: {entry.name!r} has `only`, but all islands can read shards from a "
+                    "store; leave "
                     "`only` out, or set order to global and another source"
                 )
         return self
@@ -136,7 +154,8 @@ class DataConfig(SourceConfig):
         here = tuple(entry for entry in self.mixture if entry.is_read_by(island))
         if self.mixture and not here:
             raise ValueError(
-                f"data.mixture: island {island!r} has no source, because `only` of each names other islands; "
+                f"data.mixture: island {island!r} has no source, because `only` of each names "
+                "other islands; "
                 "add it to one, or add a source that all islands read"
             )
         return self.model_copy(update={"mixture": here})
@@ -153,9 +172,13 @@ class DataConfig(SourceConfig):
 
     @property
     def sources(self) -> "tuple[DataConfig, ...]":
-        """One config per source, in the order of the mixture. Without a mixture, this config alone."""
+        """One config per source, in the order of the mixture. Without a mixture, this config
+        alone.
+        """
         fields = SourceConfig.model_fields
-        changes = [{key: getattr(entry, key) for key in fields} | {"mixture": ()} for entry in self.mixture]
+        changes = [
+            {key: getattr(entry, key) for key in fields} | {"mixture": ()} for entry in self.mixture
+        ]
         return tuple(self.model_copy(update=change) for change in changes) or (self,)
 
 

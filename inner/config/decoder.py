@@ -42,7 +42,8 @@ class DecoderConfig(Section):
     outputs, as in OLMo 2 (`after`), or both, as in Gemma 2."""
     parallel: Literal["one_norm", "two_norms"] | None = None
     """Attention and feed-forward read the same stream, and their outputs are added to it together:
-    behind one norm, as in Cohere, or behind a norm each, as in GPT-NeoX. null: one after the other."""
+    behind one norm, as in Cohere, or behind a norm each, as in GPT-NeoX. null: one after the other.
+    """
     activation: Activation = "silu"
     """The function in the feed-forward: SiLU, GELU, GELU approximated by a tanh, or the square of
     ReLU."""
@@ -110,7 +111,11 @@ class DecoderConfig(Section):
     @property
     def changes(self) -> dict[str, Any]:
         """The keys that are not as in Llama, and their values."""
-        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) != _default(name)}
+        return {
+            name: value
+            for name in type(self).model_fields
+            if (value := getattr(self, name)) != _default(name)
+        }
 
     def has_rope(self, layer: int) -> bool:
         """Return whether RoPE turns the heads of a layer."""
@@ -126,12 +131,22 @@ class DecoderConfig(Section):
         if (self.max_positions is not None) != (self.positions == "learned"):
             raise ValueError("max_positions must be given for positions: learned, and only for it")
         of_rope = {name: getattr(self, name) for name in ("rotary_dim", "no_rope_every")}
-        if self.positions != "rope" and (given := [name for name, value in of_rope.items() if value is not None]):
-            raise ValueError(f"{' and '.join(given)} belong to RoPE, and positions is {self.positions}; leave it out")
+        if self.positions != "rope" and (
+            given := [name for name, value in of_rope.items() if value is not None]
+        ):
+            raise ValueError(
+                f"{' and '.join(given)} belong to RoPE, and positions is {self.positions}; leave "
+                "it out"
+            )
         if self.rotary_dim is not None and self.rotary_dim % 2:
-            raise ValueError(f"rotary_dim is {self.rotary_dim}; RoPE turns pairs, so it must be even")
+            raise ValueError(
+                f"rotary_dim is {self.rotary_dim}; RoPE turns pairs, so it must be even"
+            )
         if self.parallel is not None and self.norm_place != "before":
-            raise ValueError(f"parallel needs norm_place: before, and it is {self.norm_place}; leave one of them out")
+            raise ValueError(
+                f"parallel needs norm_place: before, and it is {self.norm_place}; leave one of "
+                "them out"
+            )
         return self
 
 

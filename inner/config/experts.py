@@ -53,24 +53,32 @@ class ExpertsConfig(Section):
     def _choices_exist(self) -> "ExpertsConfig":
         if self.dim % 8:
             raise ValueError(
-                f"dim ({self.dim}) must be a multiple of 8, because grouped matrix products need rows of whole "
+                f"dim ({self.dim}) must be a multiple of 8, because grouped matrix products need "
+                "rows of whole "
                 f"16 bytes; try {self.dim // 8 * 8 or 8} or {self.dim // 8 * 8 + 8}"
             )
         if self.number % self.groups:
             allowed = [n for n in range(1, self.number + 1) if self.number % n == 0]
-            raise ValueError(f"groups ({self.groups}) must divide number ({self.number}); allowed: {allowed}")
+            raise ValueError(
+                f"groups ({self.groups}) must divide number ({self.number}); allowed: {allowed}"
+            )
         if self.kept_groups > self.groups:
-            raise ValueError(f"kept_groups ({self.kept_groups}) is more than groups ({self.groups}); lower it")
+            raise ValueError(
+                f"kept_groups ({self.kept_groups}) is more than groups ({self.groups}); lower it"
+            )
         if self.groups > 1 and self.num_per_group < 2:
             raise ValueError(
-                f"groups ({self.groups}) of one expert each; a group is rated by its two best experts, so set groups "
+                f"groups ({self.groups}) of one expert each; a group is rated by its two best "
+                "experts, so set groups "
                 f"to 1, or to at most {self.number // 2}"
             )
         eligible = self.kept_groups * self.num_per_group
         if self.per_token > eligible:
             raise ValueError(
-                f"per_token ({self.per_token}) is more than the {eligible} experts of the kept groups (kept_groups "
-                f"{self.kept_groups} x {self.num_per_group} experts); lower per_token or raise kept_groups"
+                f"per_token ({self.per_token}) is more than the {eligible} experts of the kept "
+                "groups (kept_groups "
+                f"{self.kept_groups} x {self.num_per_group} experts); lower per_token or raise "
+                "kept_groups"
             )
         return self
 
@@ -106,15 +114,16 @@ class LatentConfig(Section):
             )
         if self.value_dim > self.qk_dim:
             raise ValueError(
-                f"value_dim ({self.value_dim}) is more than nope_dim + rope_dim ({self.qk_dim}); lower value_dim"
+                f"value_dim ({self.value_dim}) is more than nope_dim + rope_dim ({self.qk_dim}); "
+                "lower value_dim"
             )
         return self
 
 
 class PredictConfig(Section):
-    """Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): in training, extra depths behind
-    the last layer predict the tokens after the next one. Only their gradients are of use: reported
-    losses, evaluation and generated text are those of the model without them.
+    """Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): in training, extra depths
+    behind the last layer predict the tokens after the next one. Only their gradients are of use:
+    reported losses, evaluation and generated text are those of the model without them.
     """
 
     depths: int = Field(ge=1, le=64)

@@ -76,12 +76,20 @@ class RopeScaling(Section):
     @model_validator(mode="after")
     def _keys_fit_the_type(self) -> "RopeScaling":
         needed, optional = ROPE_KEYS[self.rope_type]
-        given = {name for name in self.model_dump(exclude_none=True) if name not in ("rope_type", "factor")}
+        given = {
+            name
+            for name in self.model_dump(exclude_none=True)
+            if name not in ("rope_type", "factor")
+        }
         if missing := [name for name in needed if name not in given]:
             raise ValueError(f"rope_type {self.rope_type} needs {', '.join(missing)}")
         if unknown := sorted(given - {*needed, *optional}):
-            raise ValueError(f"rope_type {self.rope_type} does not use {', '.join(unknown)}; leave it out")
-        if self.rope_type == "llama3" and (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
+            raise ValueError(
+                f"rope_type {self.rope_type} does not use {', '.join(unknown)}; leave it out"
+            )
+        if self.rope_type == "llama3" and (self.low_freq_factor or 0) >= (
+            self.high_freq_factor or 0
+        ):
             raise ValueError("low_freq_factor must be less than high_freq_factor")
         return self
 
@@ -97,7 +105,9 @@ class ModelConfig(Section):
     options: Options = Field(default_factory=dict)
     """Arguments of an own model."""
     init_from: str | None = None
-    """Folder in Hugging Face's layout. Its weights are the initial weights, and its config.json gives the sizes."""
+    """Folder in Hugging Face's layout. Its weights are the initial weights, and its config.json
+    gives the sizes.
+    """
     init_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of the *.safetensors files of init_from, concatenated in the order of their names.
     null: filled in when the run starts."""
@@ -136,14 +146,18 @@ class ModelConfig(Section):
     experts: ExpertsConfig | None = None
     """A mixture of experts instead of one feed-forward per block. null: as the preset, or none."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention, as in DeepSeek-V3. null: as the preset, or ordinary attention."""
+    """Multi-head latent attention, as in DeepSeek-V3. null: as the preset, or ordinary
+    attention.
+    """
     predict: PredictConfig | None = None
     """Multi-token prediction, as in DeepSeek-V3. null: as the preset, or none."""
     model_type: FusedType | None = None
     """The model type of transformers of an export, where several compute this model and hold its
     tensors in another way. It is taken from init_from. null: the first that computes it."""
     tie_embeddings: bool | None = None
-    """Whether the head uses the embedding's weights. null: the preset's choice, or false without a preset."""
+    """Whether the head uses the embedding's weights. null: the preset's choice, or false without a
+    preset.
+    """
 
     @property
     def later_defaults(self) -> dict[str, Any]:
@@ -152,18 +166,27 @@ class ModelConfig(Section):
         """
         later: dict[str, Any] = {name: True for name in LATER if getattr(self, name) is None}
         if self.rope_scaling is not None:
-            unset = {name for name in ("mscale", "mscale_all_dim") if getattr(self.rope_scaling, name) is None}
+            unset = {
+                name
+                for name in ("mscale", "mscale_all_dim")
+                if getattr(self.rope_scaling, name) is None
+            }
             later["rope_scaling"] = unset
         return later
 
     @model_validator(mode="after")
     def _an_own_model_has_its_own_settings(self) -> Self:
         if self.options and self.name is None:
-            raise ValueError("options are for an own model only, and no name is given; leave options out")
-        given = sorted(self.model_dump(exclude_defaults=True).keys() - {"name", "options", "vocab_size"})
+            raise ValueError(
+                "options are for an own model only, and no name is given; leave options out"
+            )
+        given = sorted(
+            self.model_dump(exclude_defaults=True).keys() - {"name", "options", "vocab_size"}
+        )
         if self.name is not None and given:
             raise ValueError(
-                f"{', '.join(given)}: for the built-in model only, and name is {self.name}; leave it out or "
+                f"{', '.join(given)}: for the built-in model only, and name is {self.name}; leave "
+                "it out or "
                 "put it into options"
             )
         return self

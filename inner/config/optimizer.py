@@ -89,9 +89,10 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the square root of AdamW's second moments."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which AdamW keeps its moments. bfloat16: with stochastic rounding, whose random bits follow
-    from the run's seed, the step, and the element, so that they are the same on every mesh. It halves
-    the moments' memory. For adamw without momentum_weight and averaging."""
+    """Dtype in which AdamW keeps its moments. bfloat16: with stochastic rounding, whose random bits
+    follow from the run's seed, the step, and the element, so that they are the same on every mesh.
+    It halves the moments' memory. For adamw without momentum_weight and averaging.
+    """
     momentum_weight: float = Field(default=1.0, ge=0, le=1)
     """Share of AdamW's first moment in its step; the rest is the gradient itself (QHAdam,
     1810.06801). A value below 1, together with a slow first moment (betas[0] of 0.99 or more),
@@ -108,7 +109,9 @@ class OptimizerConfig(Section):
     """Groups of parameters with settings that differ from those above, selected by patterns on
     their names."""
     averaging: AveragingConfig | None = None
-    """Generalized primal averaging (2512.17131). null: the inner optimizer steps the params directly."""
+    """Generalized primal averaging (2512.17131). null: the inner optimizer steps the params
+    directly.
+    """
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of a step's gradient over all parameters; a gradient with a larger norm is
     scaled down to it. null: never clip."""
@@ -137,16 +140,20 @@ class OptimizerConfig(Section):
     of the softmax (PaLM, 2204.02311, uses 1e-4). It keeps logits from drifting. Reported losses do
     not include it. 0: no such term."""
     dropout: float = Field(default=0.0, ge=0, le=0.99)
-    """Share of the elements that are set to 0 in training, after the embedding and after each attention
-    and feed-forward (1207.0580). The masks are the same on every mesh, and the same on all islands for
-    equal numbers of step and sequence. Evaluation has no dropout. Steps of 1/65536; 0: none."""
+    """Share of the elements that are set to 0 in training, after the embedding and after each
+    attention and feed-forward (1207.0580). The masks are the same on every mesh, and the same on
+    all islands for equal numbers of step and sequence. Evaluation has no dropout. Steps of 1/65536;
+    0: none.
+    """
     noise_scale_every: int = Field(default=0, ge=0)
     """Number of inner steps between two measurements of the gradient noise scale (1812.06162). Each
     measurement costs one more backward pass. 0: never."""
 
     @property
     def later_defaults(self) -> set[str]:
-        """Keys at their defaults that were added later. Hashes leave them out, so that they stay as before."""
+        """Keys at their defaults that were added later. Hashes leave them out, so that they stay as
+        before.
+        """
         fields = type(self).model_fields
         return {name for name in LATER if getattr(self, name) == fields[name].default}
 
@@ -154,24 +161,33 @@ class OptimizerConfig(Section):
     def _settings_fit_the_name(self) -> "OptimizerConfig":
         is_own = is_import_path(self.name)
         if self.options and not is_own:
-            raise ValueError(f"options are for an own optimizer only, and name is {self.name}; leave options out")
+            raise ValueError(
+                f"options are for an own optimizer only, and name is {self.name}; leave options out"
+            )
         if self.muon_row_beta is not None and self.name != "muon":
-            raise ValueError(f"muon_row_beta is for muon, and name is {self.name}; leave it out, or set name to muon")
+            raise ValueError(
+                f"muon_row_beta is for muon, and name is {self.name}; leave it out, or set name to "
+                "muon"
+            )
         is_plain = self.name == "adamw" and self.momentum_weight == 1 and self.averaging is None
         if self.state_dtype == "bfloat16" and not is_plain:
             raise ValueError(
-                f"state_dtype bfloat16 is for adamw alone, and name is {self.name}, momentum_weight "
-                f"{self.momentum_weight:g}, averaging {'null' if self.averaging is None else 'set'}; set state_dtype "
+                f"state_dtype bfloat16 is for adamw alone, and name is {self.name}, "
+                "momentum_weight "
+                f"{self.momentum_weight:g}, averaging "
+                f"{'null' if self.averaging is None else 'set'}; set state_dtype "
                 "to float32, or name to adamw, momentum_weight to 1 and averaging to null"
             )
         if self.momentum_weight < 1 and self.name != "adamw":
             raise ValueError(
-                f"momentum_weight is for adamw, and name is {self.name}; leave it out, or set name to adamw"
+                f"momentum_weight is for adamw, and name is {self.name}; leave it out, or set name "
+                "to adamw"
             )
         chosen = [group.pattern for group in self.groups if group.optimizer is not None]
         if chosen and self.name != "muon" and not is_own:
             raise ValueError(
-                f"group {chosen[0]!r} chooses an optimizer, but name is {self.name}, which steps all parameters; "
+                f"group {chosen[0]!r} chooses an optimizer, but name is {self.name}, which steps "
+                "all parameters; "
                 "leave the group's optimizer out, or set name to muon"
             )
         return self

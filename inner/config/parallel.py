@@ -37,7 +37,15 @@ class MeshConfig(Section):
         return self
 
 
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble", "zbv", "dualpipev"]
+Schedule = Literal[
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "breadth_first",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+]
 ContextMethod = Literal["ring", "all_gather", "ulysses"]
 Recompute = Literal["none", "attention", "selective", "full"]
 Accumulate = Literal["sharded", "whole"]
@@ -50,12 +58,13 @@ class ParallelConfig(Section):
 
     zero: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage. 0: each rank holds its weights whole, and gradients are summed once per step,
-    while the backward runs; dp_shard must be 1. 1: FSDP shards master weights and optimizer states over
-    dp_shard and cp, and each rank gathers all weights once per step and reduces whole gradients once per
-    step, so `accumulate` has no effect. 2 and 3: FSDP shards the weights over dp_shard and
-    cp; 3 frees a block's gathered weights after its forward, 2 keeps them. null: 0 if dp_shard is 1
-    and either cp is 1 or a rank's share of the model has at most 500M parameters; otherwise 2 with
-    a pipeline and 3 without. Experts under ep or tp need 2 or 3."""
+    while the backward runs; dp_shard must be 1. 1: FSDP shards master weights and optimizer states
+    over dp_shard and cp, and each rank gathers all weights once per step and reduces whole
+    gradients once per step, so `accumulate` has no effect. 2 and 3: FSDP shards the weights over
+    dp_shard and cp; 3 frees a block's gathered weights after its forward, 2 keeps them. null: 0 if
+    dp_shard is 1 and either cp is 1 or a rank's share of the model has at most 500M parameters;
+    otherwise 2 with a pipeline and 3 without. Experts under ep or tp need 2 or 3.
+    """
     accumulate: Accumulate = "sharded"
     """How gradients of several micro-batches are accumulated. `sharded`: each micro-batch reduces
     its gradients over the shards. `whole`: every rank keeps whole gradients until the last
@@ -123,5 +132,7 @@ class ProfileConfig(Section):
     @model_validator(mode="after")
     def _steps_are_a_range(self) -> "ProfileConfig":
         if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
-            raise ValueError(f"steps {list(self.steps)} must be [first, last] with 1 <= first <= last")
+            raise ValueError(
+                f"steps {list(self.steps)} must be [first, last] with 1 <= first <= last"
+            )
         return self

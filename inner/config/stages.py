@@ -29,13 +29,20 @@ class StageConfig(Section):
     """Replaces weights of data.mixture, by the names of its sources. 0 leaves a source out of the
     stage."""
 
-    def apply(self, data: DataConfig, optimizer: OptimizerConfig) -> tuple[DataConfig, OptimizerConfig]:
+    def apply(
+        self, data: DataConfig, optimizer: OptimizerConfig
+    ) -> tuple[DataConfig, OptimizerConfig]:
         """Return the run's data and optimizer sections with this stage's values in them."""
         mixture = tuple(
-            entry.model_copy(update={"weight": self.weights.get(entry.name, entry.weight)}) for entry in data.mixture
+            entry.model_copy(update={"weight": self.weights.get(entry.name, entry.weight)})
+            for entry in data.mixture
         )
         data = data.model_copy(update={"mixture": mixture, "seq_len": self.seq_len or data.seq_len})
-        changes = {name: value for name in ("lr", "tokens_per_step") if (value := getattr(self, name)) is not None}
+        changes = {
+            name: value
+            for name in ("lr", "tokens_per_step")
+            if (value := getattr(self, name)) is not None
+        }
         return data, optimizer.model_copy(update=changes)
 
 
@@ -43,18 +50,31 @@ def count_stage_cycles(stages: Sequence[StageConfig], cycle_tokens: Sequence[int
     """Return the number of cycles of each stage except the last. `cycle_tokens`: the tokens of one
     cycle of each stage.
     """
-    return [-(-(stage.tokens or 0) // tokens) for stage, tokens in zip(stages[:-1], cycle_tokens, strict=False)]
+    return [
+        -(-(stage.tokens or 0) // tokens)
+        for stage, tokens in zip(stages[:-1], cycle_tokens, strict=False)
+    ]
 
 
-def check_stages(stages: Sequence[StageConfig], data: DataConfig, optimizer: OptimizerConfig) -> None:
+def check_stages(
+    stages: Sequence[StageConfig], data: DataConfig, optimizer: OptimizerConfig
+) -> None:
     """Raise ValueError if the stages do not fit each other or the text."""
     names = {entry.name for entry in data.mixture}
     for number, stage in enumerate(stages):
         where = f"stages[{number}]"
         is_last = number == len(stages) - 1
         if (stage.tokens is None) != is_last:
-            what = "tokens is set in the last stage, which" if is_last else "tokens is not set in a stage that"
-            cure = "takes the rest of outer.rounds; leave it out" if is_last else "another stage follows; set it"
+            what = (
+                "tokens is set in the last stage, which"
+                if is_last
+                else "tokens is not set in a stage that"
+            )
+            cure = (
+                "takes the rest of outer.rounds; leave it out"
+                if is_last
+                else "another stage follows; set it"
+            )
             raise ValueError(f"{where}.{what} {cure}")
         if unknown := sorted(stage.weights.keys() - names):
             known = ", ".join(sorted(names)) or "no data.mixture"
@@ -63,10 +83,14 @@ def check_stages(stages: Sequence[StageConfig], data: DataConfig, optimizer: Opt
         if any(weight < 0 for weight in stage.weights.values()):
             raise ValueError(f"{where}.weights: got {stage.weights}; a weight is 0 or more")
         if staged.mixture and not any(entry.weight for entry in staged.mixture):
-            raise ValueError(f"{where}.weights leave no source to read; give at least one source a weight above 0")
+            raise ValueError(
+                f"{where}.weights leave no source to read; give at least one source a weight above "
+                "0"
+            )
         if stepped.tokens_per_step % staged.seq_len:
             raise ValueError(
-                f"{where}: a step of {stepped.tokens_per_step} tokens is not a whole number of sequences of "
+                f"{where}: a step of {stepped.tokens_per_step} tokens is not a whole number of "
+                "sequences of "
                 f"{staged.seq_len}; set tokens_per_step to a multiple of seq_len"
             )
     _check_lengths([stage.seq_len or data.seq_len for stage in stages], data)
@@ -77,12 +101,17 @@ def _check_lengths(lengths: Sequence[int], data: DataConfig) -> None:
     for number, length in enumerate(lengths):
         if longest % length:
             raise ValueError(
-                f"stages[{number}].seq_len: got {length}, which does not divide the longest of the stages, {longest}"
+                f"stages[{number}].seq_len: got {length}, which does not divide the longest of the "
+                f"stages, {longest}"
             )
     if longest and data.order == "shards" and data.shard_tokens % longest:
         raise ValueError(
-            f"data.shard_tokens: got {data.shard_tokens}, which is not a multiple of {longest}, the longest seq_len "
-            f"of the stages; allowed: multiples of it, such as {nearest_multiples(data.shard_tokens, longest)}"
+            f"data.shard_tokens: got {data.shard_tokens}, which is not a multiple of {longest}, "
+            "the longest seq_len "
+            "of the stages; allowed: multiples of it, such as "
+            f"{nearest_multiples(data.shard_tokens, longest)}"
         )
     if {*lengths} - {data.seq_len} and any(source.format == "chat" for source in data.sources):
-        raise ValueError("stages: conversations are packed for one sequence length only; leave seq_len out")
+        raise ValueError(
+            "stages: conversations are packed for one sequence length only; leave seq_len out"
+        )

@@ -12,7 +12,14 @@ import torch
 
 from inner.data.corpus import Corpus, Text
 from inner.data.micro_batch import IGNORE_INDEX
-from inner.data.mixture import MixedOrder, MixturePosition, MixtureShares, Sequences, StreamedTokens, WholeText
+from inner.data.mixture import (
+    MixedOrder,
+    MixturePosition,
+    MixtureShares,
+    Sequences,
+    StreamedTokens,
+    WholeText,
+)
 from inner.data.shards import Tokens
 from inner.data.stages import BlockOrder, OwnedSource, SiteOrder, StageStart
 from inner.errors import InputError
@@ -68,7 +75,9 @@ class IslandBatches:
         block_len = start.block_len or seq_len
         self._per_block = block_len // seq_len
         self._begun = start.blocks or (0,) * len(corpus.texts)
-        self._blocks = [_cut(text, block_len, seed, corpus.shuffled_tokens) for text in corpus.texts]
+        self._blocks = [
+            _cut(text, block_len, seed, corpus.shuffled_tokens) for text in corpus.texts
+        ]
         orders = [
             BlockOrder(blocks.order, begun, self._per_block)
             for blocks, begun in zip(self._blocks, self._begun, strict=True)
@@ -76,7 +85,9 @@ class IslandBatches:
         self._shared_weights = [0.0 if text.reader else text.weight for text in corpus.texts]
         self._order = MixedOrder(self._shared_weights, orders, seed)
         own = [
-            OwnedSource(number, orders[number], text.reader) for number, text in enumerate(corpus.texts) if text.reader
+            OwnedSource(number, orders[number], text.reader)
+            for number, text in enumerate(corpus.texts)
+            if text.reader
         ]
         weights = [*(corpus.weights[source.number] for source in own), sum(self._shared_weights)]
         self._site = SiteOrder(own, weights, self._order, sequences_per_step) if own else None
@@ -101,9 +112,11 @@ class IslandBatches:
         per_rank = self._sequences_per_step // num_data_ranks
         if per_rank * num_data_ranks != self._sequences_per_step or per_rank % micro_batch:
             raise InputError(
-                f"{self._sequences_per_step} sequences per step do not divide into {num_data_ranks} data ranks with "
+                f"{self._sequences_per_step} sequences per step do not divide into "
+                f"{num_data_ranks} data ranks with "
                 f"micro-batches of {micro_batch}; make tokens_per_step a multiple of "
-                f"{self._seq_len * num_data_ranks * micro_batch} (seq_len x data ranks x micro-batch)"
+                f"{self._seq_len * num_data_ranks * micro_batch} (seq_len x data ranks x "
+                "micro-batch)"
             )
         if self._site is not None:
             self._site.enter(unit, number)
@@ -111,14 +124,18 @@ class IslandBatches:
         starts = range(first, first + per_rank, micro_batch)
         return [self._read(range(start, start + micro_batch)) for start in starts]
 
-    def read_step(self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int, number: int = 0) -> StepBatch:
+    def read_step(
+        self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int, number: int = 0
+    ) -> StepBatch:
         """Read this rank's share of a unit for one inner step, and time the reading. `number`: as
         in micro_batches.
         """
         started_at = time.perf_counter()
         micro_batches = self.micro_batches(unit, data_rank, num_data_ranks, micro_batch, number)
         seconds = time.perf_counter() - started_at
-        return StepBatch(micro_batches, self.tokens_by_source(unit) if len(self._texts) > 1 else {}, seconds)
+        return StepBatch(
+            micro_batches, self.tokens_by_source(unit) if len(self._texts) > 1 else {}, seconds
+        )
 
     def expect(self, units: Iterable[range]) -> None:
         """Announce the units that will be read soon, in order, so that their text can be fetched.
@@ -131,7 +148,9 @@ class IslandBatches:
             begun = self._begun[source]
             per_block = self._per_block
             read = self._positions(source, units)
-            blocks.expect(range(begun + r.start // per_block, begun - (-r.stop // per_block)) for r in read)
+            blocks.expect(
+                range(begun + r.start // per_block, begun - (-r.stop // per_block)) for r in read
+            )
 
     def _positions(self, source: int, units: Iterable[range]) -> Iterator[range]:
         """Yield the positions in the reading order of a source that the units read, in order. In a
@@ -140,14 +159,25 @@ class IslandBatches:
         for unit in islice(chain.from_iterable(units), EXPECT_UNITS):
             first = self._position(unit)
             end = first + self._sequences_per_step
-            yield range(first, end) if len(self._texts) == 1 else self._order.bounds(source, first, end)
+            yield (
+                range(first, end)
+                if len(self._texts) == 1
+                else self._order.bounds(source, first, end)
+            )
 
     def tokens_by_source(self, unit: int) -> dict[str, int]:
         """Return the number of tokens of each source in a unit. If the island has sources of its
         own, it counts the unit that was read last.
         """
-        numbers = self._count_sources(unit) if self._site is None else self._site.count_sources(len(self._texts))
-        return {text.name: number * self._seq_len for text, number in zip(self._texts, numbers, strict=True)}
+        numbers = (
+            self._count_sources(unit)
+            if self._site is None
+            else self._site.count_sources(len(self._texts))
+        )
+        return {
+            text.name: number * self._seq_len
+            for text, number in zip(self._texts, numbers, strict=True)
+        }
 
     def _count_sources(self, unit: int) -> list[int]:
         first = self._position(unit)
@@ -158,7 +188,8 @@ class IslandBatches:
     def _position(self, unit: int) -> int:
         """Return the position of the unit's first sequence in the reading order of the stage."""
         assert unit >= self._first_unit, (
-            f"unit {unit} belongs to an earlier stage; this stage begins with unit {self._first_unit}"
+            f"unit {unit} belongs to an earlier stage; this stage begins with unit "
+            f"{self._first_unit}"
         )
         return (unit - self._first_unit) * self._sequences_per_step
 
@@ -169,7 +200,9 @@ class IslandBatches:
     def _window(self, place: MixturePosition) -> torch.Tensor:
         block, inside = divmod(place.sequence, self._per_block)
         first = inside * self._seq_len
-        return _to_tensor(self._blocks[place.source].window(block)[first : first + self._seq_len + 1])
+        return _to_tensor(
+            self._blocks[place.source].window(block)[first : first + self._seq_len + 1]
+        )
 
     def _require_one_step(self) -> None:
         read = self._num_islands * self._sequences_per_step
@@ -177,14 +210,21 @@ class IslandBatches:
         for text, blocks, needed in zip(self._texts, self._blocks, shares, strict=True):
             if blocks.number is not None and (number := blocks.number * self._per_block) < needed:
                 raise InputError(
-                    f"the training text{_name_of(text)} has {number} sequences of {self._seq_len} tokens, but one step "
-                    f"reads {needed} ({self._num_islands} islands x {self._sequences_per_step}); give more text, "
+                    f"the training text{_name_of(text)} has {number} sequences of {self._seq_len} "
+                    "tokens, but one step "
+                    f"reads {needed} ({self._num_islands} islands x {self._sequences_per_step}); "
+                    "give more text, "
                     "raise data.max_tokens, or lower tokens_per_step or seq_len"
                 )
 
 
 def heldout_windows(
-    corpus: Corpus, seq_len: int, num_tokens: int, data_rank: int, num_data_ranks: int, micro_batch: int
+    corpus: Corpus,
+    seq_len: int,
+    num_tokens: int,
+    data_rank: int,
+    num_data_ranks: int,
+    micro_batch: int,
 ) -> Iterator[torch.Tensor]:
     """Yield this rank's held-out windows, int64 [micro_batch, seq_len + 1] on the CPU, padded with
     rows of -100.
@@ -211,7 +251,9 @@ def heldout_counts(corpus: Corpus, seq_len: int, num_tokens: int) -> tuple[int, 
     The numbers have the proportions of the mixture, and may be 0 for a source with a small weight.
     """
     shares = MixtureShares(corpus.weights)
-    available = shares.max_positions([_num_windows(text, text.heldout, seq_len, "held-out") for text in corpus.texts])
+    available = shares.max_positions(
+        [_num_windows(text, text.heldout, seq_len, "held-out") for text in corpus.texts]
+    )
     return shares.counts(min(available, -(-num_tokens // seq_len)))
 
 
@@ -234,8 +276,10 @@ def _num_windows(text: Text, tokens: Tokens, seq_len: int, split: str) -> int:
     num_windows = (len(tokens) - 1) // seq_len
     if num_windows < 1:
         raise InputError(
-            f"the {split} text{_name_of(text)} has {len(tokens)} tokens, but one window needs {seq_len + 1} "
-            "(data.seq_len + 1); give more text, raise data.max_tokens or data.heldout_fraction, or lower data.seq_len"
+            f"the {split} text{_name_of(text)} has {len(tokens)} tokens, but one window needs "
+            f"{seq_len + 1} "
+            "(data.seq_len + 1); give more text, raise data.max_tokens or data.heldout_fraction, "
+            "or lower data.seq_len"
         )
     return num_windows
 

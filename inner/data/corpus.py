@@ -13,13 +13,25 @@ from inner.config import DataConfig, SourceConfig
 from inner.data.chat.coding import DTYPE, count_learned
 from inner.data.lock import KeepAlive, hold_lock
 from inner.data.mixture import StreamedTokens
-from inner.data.prepare import PrepareOptions, PrepareProgress, describe_losses, explain_write_errors, write_shards
+from inner.data.prepare import (
+    PrepareOptions,
+    PrepareProgress,
+    describe_losses,
+    explain_write_errors,
+    write_shards,
+)
 from inner.data.shards import ShardCounts, ShardedTokens, Tokens, open_split
 from inner.data.sources.build import build_source
 from inner.data.sources.own_source import OwnSource, check_own_source
 from inner.data.token_files.open_files import CheckedTokens, open_token_files
 from inner.data.tokenise import token_dtype
-from inner.data.tokenizer import Tokenizer, build_tokenizer, describe_ends, ends_identity, tokenizer_fingerprint
+from inner.data.tokenizer import (
+    Tokenizer,
+    build_tokenizer,
+    describe_ends,
+    ends_identity,
+    tokenizer_fingerprint,
+)
 from inner.errors import InputError
 from inner.files import make_cache_folder
 
@@ -87,12 +99,17 @@ class Corpus:
         """The texts whose held-out loss islands compare: those that all islands have, or else all
         texts.
         """
-        return replace(self, texts=tuple(text for text in self.texts if text.reader is None) or self.texts)
+        return replace(
+            self, texts=tuple(text for text in self.texts if text.reader is None) or self.texts
+        )
 
     @property
     def heldout_tokens_per_byte(self) -> float:
         """Average tokens per byte over the held-out texts, in the proportions of the mixture."""
-        return 1 / sum(text.weight / sum(self.weights) * text.heldout_bytes / len(text.heldout) for text in self.texts)
+        return 1 / sum(
+            text.weight / sum(self.weights) * text.heldout_bytes / len(text.heldout)
+            for text in self.texts
+        )
 
 
 def without_texts(config: DataConfig) -> Corpus:
@@ -114,7 +131,9 @@ class CorpusMeta:
 
 
 def check_source(config: DataConfig) -> None:
-    """Check that the tokenizer loads and that every source yields a document. Raises InputError if not."""
+    """Check that the tokenizer loads and that every source yields a document. Raises InputError if
+    not.
+    """
     tokenizer = build_tokenizer(*config.tokenizer_choice)
     for each in config.sources:
         if each.source == SHARDS:
@@ -128,7 +147,9 @@ def check_source(config: DataConfig) -> None:
         next(source.documents())
 
 
-def prepare_corpus(config: DataConfig, cache_dir: Path, options: PrepareOptions | None = None) -> Corpus:
+def prepare_corpus(
+    config: DataConfig, cache_dir: Path, options: PrepareOptions | None = None
+) -> Corpus:
     """Load the corpus of `config` from `cache_dir`; first read and tokenise the text that is
     missing there.
 
@@ -148,7 +169,10 @@ def prepare_corpus(config: DataConfig, cache_dir: Path, options: PrepareOptions 
 
 
 def open_prepared(
-    source: DataConfig, cache_dir: Path, entry: tuple[str, float], options: PrepareOptions | None = None
+    source: DataConfig,
+    cache_dir: Path,
+    entry: tuple[str, float],
+    options: PrepareOptions | None = None,
 ) -> Text:
     """Open one source; tokenise it first if it is not in the cache. Raises InputError."""
     assert source.source != SHARDS, "inner/data/streaming opens it"
@@ -190,7 +214,9 @@ def text_identity(config: DataConfig, more: list[object]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_alive: KeepAlive) -> None:
+def _prepare(
+    config: DataConfig, folder: Path, options: PrepareOptions, keep_alive: KeepAlive
+) -> None:
     """Write shards to a temporary folder, perhaps one of an earlier process; rename it to
     `folder`.
     """
@@ -206,7 +232,9 @@ def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_ali
         counts = write_shards(config, unfinished, replace(options, report=report))
         _require_both_splits(config, counts)
         with explain_write_errors(folder):
-            (unfinished / META).write_text(json.dumps(asdict(_build_meta(config, counts)), indent=1))
+            (unfinished / META).write_text(
+                json.dumps(asdict(_build_meta(config, counts)), indent=1)
+            )
             unfinished.rename(folder)
     finally:
         # rmdir succeeds only on an empty folder: a failure before the first finished shard leaves
@@ -215,11 +243,16 @@ def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_ali
             unfinished.rmdir()
     log.info(
         "prepared %d training and %d held-out tokens from %d + %d documents of %s",
-        counts.train_tokens, counts.heldout_tokens, counts.train_documents, counts.heldout_documents, config.source,
+        counts.train_tokens, counts.heldout_tokens, counts.train_documents,
+        counts.heldout_documents, config.source,
     )  # fmt: skip
     if losses := describe_losses(counts, config.seq_len):
         log.warning("%s", losses)
-    log.info("data.tokenizer %s: %s", config.tokenizer, describe_ends(build_tokenizer(*config.tokenizer_choice)))
+    log.info(
+        "data.tokenizer %s: %s",
+        config.tokenizer,
+        describe_ends(build_tokenizer(*config.tokenizer_choice)),
+    )
 
 
 def _build_meta(config: DataConfig, counts: ShardCounts) -> CorpusMeta:
@@ -241,10 +274,15 @@ def _require_both_splits(config: DataConfig, counts: ShardCounts) -> None:
     if counts.train_documents and counts.heldout_documents:
         return
     losses = describe_losses(counts, config.seq_len)
-    cure = f"{'raise data.seq_len, ' if losses else ''}or {'raise' if counts.train_documents else 'lower'}"
+    cure = (
+        f"{'raise data.seq_len, ' if losses else ''}or "
+        f"{'raise' if counts.train_documents else 'lower'}"
+    )
     raise InputError(
-        f"data.source={config.source}: {losses and losses + '; '}{counts.train_documents} documents to train on and "
-        f"{counts.heldout_documents} held out with data.heldout_fraction={config.heldout_fraction}; need at least one "
+        f"data.source={config.source}: {losses and losses + '; '}{counts.train_documents} "
+        "documents to train on and "
+        f"{counts.heldout_documents} held out with "
+        f"data.heldout_fraction={config.heldout_fraction}; need at least one "
         "of each: give more text, "
         f"{cure} data.heldout_fraction"
     )
@@ -269,7 +307,10 @@ def _open_text(folder: Path, meta: CorpusMeta, entry: tuple[str, float]) -> Text
     # all tokens, so that tokens per byte is right for the tokens that the loss counts.
     learned = count_learned(heldout[:])
     if not learned:
-        raise InputError("data.format=chat: the held-out conversations have no message of an assistant; give more rows")
+        raise InputError(
+            "data.format=chat: the held-out conversations have no message of an assistant; give "
+            "more rows"
+        )
     num_bytes = round(meta.heldout_bytes * len(heldout) / learned)
     return Text(train, heldout, num_bytes, *entry, is_coded=True)
 
@@ -278,10 +319,13 @@ def open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, floa
     """Map the token files of `config`, and hold out the last documents. Raises InputError."""
     files = open_token_files(config.paths, tokenizer.vocab_size)
     if no_eos := [
-        file.path for file in files if file.knows_documents and file.tokens[file.ends[0] - 1] != tokenizer.eos_id
+        file.path
+        for file in files
+        if file.knows_documents and file.tokens[file.ends[0] - 1] != tokenizer.eos_id
     ]:
         log.warning(
-            "%s: documents do not end with the tokenizer's eos (%d), so a model does not see where they end; "
+            "%s: documents do not end with the tokenizer's eos (%d), so a model does not see where "
+            "they end; "
             "data.document_mask has no effect", no_eos[0], tokenizer.eos_id,
         )  # fmt: skip
     whole = ShardedTokens([file.tokens for file in files], [file.ends for file in files])

@@ -47,7 +47,8 @@ def _take(descriptor: int, path: Path, what: str) -> None:
             changed_at = time.monotonic()
         if time.monotonic() - changed_at > STALLED_SECONDS:
             raise InputError(
-                f"another process is preparing {what} and has shown no sign of life for {STALLED_SECONDS:.0f} s; "
+                f"another process is preparing {what} and has shown no sign of life for "
+                f"{STALLED_SECONDS:.0f} s; "
                 f"find it with `fuser {path}` and stop it, or use another island.cache_dir"
             )
         time.sleep(POLL_SECONDS)

@@ -47,7 +47,9 @@ class Packing:
         return torch.from_numpy(np.maximum.accumulate(begins_BT, axis=1))
 
 
-def build_packing(sequences_BT: np.ndarray, positions_S: np.ndarray, device: torch.device) -> Packing:
+def build_packing(
+    sequences_BT: np.ndarray, positions_S: np.ndarray, device: torch.device
+) -> Packing:
     """Build the packing at some rising positions of sequences whose document numbers are
     `sequences_BT`.
     """
@@ -57,7 +59,11 @@ def build_packing(sequences_BT: np.ndarray, positions_S: np.ndarray, device: tor
     bounds_N = np.append(np.flatnonzero(is_first_BS), documents_BS.size)
     host_bounds_N = torch.from_numpy(bounds_N.astype(np.int32))
     return Packing(
-        sequences_BT, documents_BS, send(host_bounds_N, device), host_bounds_N, longest=int(np.diff(bounds_N).max())
+        sequences_BT,
+        documents_BS,
+        send(host_bounds_N, device),
+        host_bounds_N,
+        longest=int(np.diff(bounds_N).max()),
     )
 
 
@@ -67,7 +73,11 @@ def send(values: Tensor, device: torch.device) -> Tensor:
     CUDA copies from pageable memory only after all earlier work of the device, and the host waits
     for that. The tensor is therefore copied through pinned memory.
     """
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    return (
+        values.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else values.to(device)
+    )
 
 
 @dataclass(frozen=True)
@@ -130,12 +140,14 @@ class Cutter:
         return MicroBatch(tokens_BS, targets_BS, packing, ahead)
 
     def _look_ahead(self, tokens_BT: Tensor, targets_BT: Tensor, packing: Packing | None) -> Ahead:
-        """Return what the extra depths read and learn. Whole sequences are shifted, so that a rank also
-        sees tokens of positions that another rank holds.
+        """Return what the extra depths read and learn. Whole sequences are shifted, so that a rank
+        also sees tokens of positions that another rank holds.
         """
         documents_BS = None if packing is None else torch.from_numpy(packing.sequences_BT)
         depths = range(1, self.num_depths + 1)
-        shifted_P2BS = torch.stack([shift(tokens_BT, targets_BT, documents_BS, depth) for depth in depths])
+        shifted_P2BS = torch.stack(
+            [shift(tokens_BT, targets_BT, documents_BS, depth) for depth in depths]
+        )
         if not self.holds_all:
             shifted_P2BS = shifted_P2BS[..., self.positions_S]
         here_P2BS = send(shifted_P2BS, self.device)
@@ -168,7 +180,8 @@ def decode(window_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shift(tokens_BT: Tensor, targets_BT: Tensor, documents_BS: Tensor | None, depth: int) -> Tensor:
-    """Return the tokens and the targets `depth` positions ahead of each position but the last, (2, B, S).
+    """Return the tokens and the targets `depth` positions ahead of each position but the last, (2,
+    B, S).
 
     Both are -100 where the sequence ends before the target, and where the token is in another
     document. `documents_BS`: see Packing.sequences_BT.

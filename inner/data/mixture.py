@@ -29,7 +29,9 @@ import numpy as np
 from inner.data.shards import Tokens
 
 BLOCK = 1024
-"""Number of positions after which every source has received its share, to within a few sequences."""
+"""Number of positions after which every source has received its share, to within a few
+sequences.
+"""
 READING_ORDER = 2
 """Version of the order. A checkpoint counts the text that was read by positions in the order of its
 own version."""
@@ -41,7 +43,8 @@ WORD = (1 << 64) - 1
 
 
 class SequenceOrder:
-    """Infinite reading order of `num_sequences` sequences: every epoch visits each one once, in a new random order.
+    """Infinite reading order of `num_sequences` sequences: every epoch visits each one once, in a
+    new random order.
 
     >>> order = SequenceOrder(5, seed=0)
     >>> sorted(order[position] for position in range(5, 10))
@@ -118,7 +121,8 @@ class MixtureShares:
         # Each fraction is a share of what the earlier sources leave. Use integers, because floats
         # may round differently on other machines.
         self._steps = [
-            (weight / left).as_integer_ratio() if left else (0, 1) for weight, left in zip(exact, rest, strict=True)
+            (weight / left).as_integer_ratio() if left else (0, 1)
+            for weight, left in zip(exact, rest, strict=True)
         ]
 
     def counts(self, n: int) -> tuple[int, ...]:
@@ -137,13 +141,20 @@ class MixtureShares:
         """
         before = self.counts(position)
         after = self.counts(position + 1)
-        source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
+        source = next(
+            i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old
+        )
         return MixturePosition(source, before[source])
 
     def max_positions(self, available: Sequence[int]) -> int:
         """Return the largest n for which no source needs more sequences than are available."""
         enough = range(sum(available) + 1)
-        return bisect_right(enough, False, key=lambda n: any(map(int.__gt__, self.counts(n), available))) - 1
+        return (
+            bisect_right(
+                enough, False, key=lambda n: any(map(int.__gt__, self.counts(n), available))
+            )
+            - 1
+        )
 
 
 class OneOrder(Protocol):
@@ -177,7 +188,9 @@ class MixedOrder:
     def counts(self, position: int) -> tuple[int, ...]:
         """Return the number of positions of each source before `position`."""
         self._load_block(position // BLOCK)
-        inside = np.bincount(self._sources[: position % BLOCK], minlength=len(self._orders)).tolist()
+        inside = np.bincount(
+            self._sources[: position % BLOCK], minlength=len(self._orders)
+        ).tolist()
         return tuple(map(int.__add__, self._shares.counts(position // BLOCK * BLOCK), inside))
 
     def bounds(self, source: int, first: int, end: int) -> range:
@@ -199,8 +212,15 @@ class MixedOrder:
         here = [new - old for old, new in zip(first, following, strict=True)]
         # numpy guarantees that the stream of RandomState for a seed never changes. The seed has one
         # number more than SequenceOrder's seed, so that their streams differ.
-        seeds = [self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, block & 0xFFFFFFFF, block >> 32]
-        self._sources = np.random.RandomState(seeds).permutation(np.repeat(np.arange(len(here)), here))
+        seeds = [
+            self._seed & 0xFFFFFFFF,
+            self._seed >> 32 & 0xFFFFFFFF,
+            block & 0xFFFFFFFF,
+            block >> 32,
+        ]
+        self._sources = np.random.RandomState(seeds).permutation(
+            np.repeat(np.arange(len(here)), here)
+        )
         self._ranks = np.empty(BLOCK, dtype=np.int64)
         for source, start in enumerate(first):
             self._ranks[self._sources == source] = np.arange(start, start + here[source])
@@ -250,11 +270,14 @@ class WholeText:
         self._seq_len = seq_len
         self.number: int = (len(tokens) - 1) // seq_len
         self.order: OneOrder = (
-            SequenceOrder(self.number, seed) if shuffled is None else ShardOrder(self, seed, shuffled // seq_len)
+            SequenceOrder(self.number, seed)
+            if shuffled is None
+            else ShardOrder(self, seed, shuffled // seq_len)
         )
 
     def window(self, index: int) -> np.ndarray:
-        # A window is one token longer than the stride, so every token but the first is a target exactly once.
+        # A window is one token longer than the stride, so every token but the first is a target
+        # exactly once.
         return self._tokens[index * self._seq_len : (index + 1) * self._seq_len + 1]
 
     def expect(self, positions: Iterable[range]) -> None:

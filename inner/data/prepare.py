@@ -83,7 +83,8 @@ def build_progress_log() -> ProgressCallback:
             last = time.monotonic()
             log.info(
                 "%s: %d documents, %d tokens, %.0f tokens/s",
-                progress.source, progress.num_documents, progress.num_tokens, progress.tokens_per_second,
+                progress.source, progress.num_documents, progress.num_tokens,
+                progress.tokens_per_second,
             )  # fmt: skip
 
     return report
@@ -116,7 +117,10 @@ class CorpusLimits:
 
     @property
     def is_reached(self) -> bool:
-        return self.progress.train_tokens >= self.train and self.progress.heldout_tokens >= self._heldout
+        return (
+            self.progress.train_tokens >= self.train
+            and self.progress.heldout_tokens >= self._heldout
+        )
 
     def is_heldout(self, document: Document) -> bool:
         return document.is_end or is_heldout(document.key, self._fraction)
@@ -131,7 +135,11 @@ class CorpusLimits:
         """Return the share of the work that is done once this document is, 0 to 1; None if
         unknown.
         """
-        return document.share if math.isinf(self.train) else min(self.progress.train_tokens / self.train, 1.0)
+        return (
+            document.share
+            if math.isinf(self.train)
+            else min(self.progress.train_tokens / self.train, 1.0)
+        )
 
 
 def chat_template(config: DataConfig) -> str | None:
@@ -155,7 +163,11 @@ def write_shards(config: DataConfig, folder: Path, options: PrepareOptions) -> S
             closing(_unread_documents(config, progress.published.num_read)) as documents,
             closing(
                 tokenise_documents(
-                    documents, config.tokenizer_choice, options.processes, limits.has_place, chat_template(config)
+                    documents,
+                    config.tokenizer_choice,
+                    options.processes,
+                    limits.has_place,
+                    chat_template(config),
                 )
             ) as stream,
         ):
@@ -170,7 +182,8 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            f"{folder}: cannot write ({error.strerror}); make room, or set island.cache_dir to a disk with more space, "
+            f"{folder}: cannot write ({error.strerror}); make room, or set island.cache_dir to a "
+            "disk with more space, "
             "and run it again: finished shards stay, and it resumes after them"
         ) from error
 
@@ -182,7 +195,9 @@ def _unread_documents(config: DataConfig, skip: int) -> Generator[Document, None
     yield from islice(documents, skip, None)
 
 
-def _write(stream: Iterator[EncodedDocument], folder: Path, limits: CorpusLimits, options: PrepareOptions) -> None:
+def _write(
+    stream: Iterator[EncodedDocument], folder: Path, limits: CorpusLimits, options: PrepareOptions
+) -> None:
     """Write the stream into shards until it ends or both splits are full."""
     progress = limits.progress
     for encoded in stream:
@@ -208,7 +223,9 @@ def _add(encoded: EncodedDocument, limits: CorpusLimits) -> None:
     if limits.seq_len is not None:
         _add_conversation(encoded, limits, limits.seq_len)
     elif limits.is_heldout(encoded.document):
-        limits.progress.shard.add_heldout(encoded.ids, len(encoded.document.text.encode("utf-8", "replace")))
+        limits.progress.shard.add_heldout(
+            encoded.ids, len(encoded.document.text.encode("utf-8", "replace"))
+        )
     else:
         limits.progress.shard.add_train(encoded.ids)
 
@@ -237,7 +254,8 @@ def describe_losses(counts: ShardCounts, seq_len: int) -> str:
         return ""
     read = counts.train_documents + counts.heldout_documents + counts.unlearned
     return (
-        f"of {read} conversations, {counts.unlearned} are left out, because their answers begin after data.seq_len="
+        f"of {read} conversations, {counts.unlearned} are left out, because their answers begin "
+        "after data.seq_len="
         f"{seq_len} tokens, and {counts.cut} are cut there"
     )
 

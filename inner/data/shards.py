@@ -67,7 +67,9 @@ class ShardedTokens:
         start, stop, step = index.indices(len(self))
         assert step == 1, f"got step {step}, need 1"
         piece = min(bisect_right(self._starts, start), len(self._pieces)) - 1
-        slices = [self._pieces[piece][start - self._starts[piece] : max(stop - self._starts[piece], 0)]]
+        slices = [
+            self._pieces[piece][start - self._starts[piece] : max(stop - self._starts[piece], 0)]
+        ]
         while self._starts[piece + 1] < stop:
             piece += 1
             slices.append(self._pieces[piece][: stop - self._starts[piece]])
@@ -124,9 +126,13 @@ class ShardBuilder:
     """A shard that is being collected in memory."""
 
     counts: ShardCounts = field(default_factory=ShardCounts)
-    tokens: dict[SplitName, list[np.ndarray]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    tokens: dict[SplitName, list[np.ndarray]] = field(
+        default_factory=lambda: {split: [] for split in SPLITS}
+    )
     """An array of each document, because one that grows would be copied again and again."""
-    ends: dict[SplitName, array] = field(default_factory=lambda: {split: array("q") for split in SPLITS})
+    ends: dict[SplitName, array] = field(
+        default_factory=lambda: {split: array("q") for split in SPLITS}
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -161,7 +167,9 @@ class ShardBuilder:
 
 
 def publish_shard(folder: Path, number: int, shard: ShardBuilder) -> None:
-    """Write the shard to disk, then rename it into place. Only one process may call it at a time. Raises OSError."""
+    """Write the shard to disk, then rename it into place. Only one process may call it at a time.
+    Raises OSError.
+    """
     beside = folder / ".unfinished"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
@@ -203,7 +211,10 @@ def open_split(folder: Path, split: SplitName, dtype: str, num_tokens: int) -> S
         ends.append(_map(shard / f"{split}.ends", "int64", sizes[f"{split}_documents"]))
         left -= len(pieces[-1])
     if left:
-        raise InputError(f"{folder}: only {num_tokens - left} of {num_tokens} {split} tokens exist; delete this folder")
+        raise InputError(
+            f"{folder}: only {num_tokens - left} of {num_tokens} {split} tokens exist; delete this "
+            "folder"
+        )
     return ShardedTokens(pieces, ends)
 
 
@@ -215,6 +226,12 @@ def _map(path: Path, dtype: str, length: int) -> np.ndarray:
     needed = length * np.dtype(dtype).itemsize
     size = path.stat().st_size if path.exists() else 0
     if size != needed:
-        raise InputError(f"{path}: {size} bytes, need {needed}: the file is damaged; delete {path.parents[1]}")
+        raise InputError(
+            f"{path}: {size} bytes, need {needed}: the file is damaged; delete {path.parents[1]}"
+        )
     # An empty file cannot be mapped.
-    return np.memmap(path, dtype=dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype=dtype)
+    return (
+        np.memmap(path, dtype=dtype, mode="r", shape=(length,))
+        if length
+        else np.empty(0, dtype=dtype)
+    )

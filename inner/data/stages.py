@@ -51,7 +51,9 @@ class StageStart(NamedTuple):
     """Number of tokens in a block; None: as many as in a sequence."""
 
 
-def find_stage_start(stages: Sequence[StageReading], borders: Sequence[tuple[int, int]], seed: int) -> StageStart:
+def find_stage_start(
+    stages: Sequence[StageReading], borders: Sequence[tuple[int, int]], seed: int
+) -> StageStart:
     """Return where the next stage begins. `borders` has a pair for each earlier stage: the first
     unit that was never leased in it, and the first unit of the stage after it.
     """
@@ -62,7 +64,9 @@ def find_stage_start(stages: Sequence[StageReading], borders: Sequence[tuple[int
         order = MixedOrder(stage.weights, [SequenceOrder(1, seed)] * len(blocks), seed)
         read = order.counts((end - unit) * stage.sequences_per_step)
         per_block = block_len // stage.seq_len
-        blocks = [before - (-number // per_block) for before, number in zip(blocks, read, strict=True)]
+        blocks = [
+            before - (-number // per_block) for before, number in zip(blocks, read, strict=True)
+        ]
         unit = first
     return StageStart(unit, tuple(blocks), block_len)
 
@@ -87,7 +91,9 @@ class SiteOrder:
     sequences of the leased unit; the last sequences of the leased unit are not read.
     """
 
-    def __init__(self, own: Sequence[OwnedSource], weights: Sequence[float], shared: MixedOrder, size: int) -> None:
+    def __init__(
+        self, own: Sequence[OwnedSource], weights: Sequence[float], shared: MixedOrder, size: int
+    ) -> None:
         """Mix own and shared sources. `weights` has one weight for each own source, and a last one
         for all shared sources together. `size`: number of sequences in a unit.
 

@@ -27,7 +27,9 @@ written."""
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """A document and its token ids, eos included; the ids are empty if the document was not wanted."""
+    """A document and its token ids, eos included; the ids are empty if the document was not
+    wanted.
+    """
 
     document: Document
     ids: np.ndarray
@@ -75,7 +77,9 @@ def _tokenise_in_pool(
 ) -> EncodedDocuments:
     # A fork would copy locks that other threads of this process hold.
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, spawn, initializer=_initialise_worker, initargs=(tokenizer,))
+    pool = ProcessPoolExecutor(
+        processes, spawn, initializer=_initialise_worker, initargs=(tokenizer,)
+    )
     ahead: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     try:
         for chunk in _chunks(documents):
@@ -94,7 +98,9 @@ def _tokenise_in_pool(
         pool.shutdown(cancel_futures=True)
 
 
-def _pair_with_ids(chunk: list[Document], future: "Future[list[np.ndarray]]") -> Iterator[EncodedDocument]:
+def _pair_with_ids(
+    chunk: list[Document], future: "Future[list[np.ndarray]]"
+) -> Iterator[EncodedDocument]:
     for document, ids in zip(chunk, future.result(), strict=True):
         yield EncodedDocument(document, ids)
 
@@ -113,15 +119,23 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str | None], template: str | None) -> list[np.ndarray]:
+def _encode(
+    tokenizer: Tokenizer, texts: list[str | None], template: str | None
+) -> list[np.ndarray]:
     """Return the token ids of each text, with bos (if there is one) before and eos after it; an
     empty array for None.
     """
     if template is not None:
         nothing = np.empty(0, DTYPE)
-        return [nothing if text is None else encode_conversation(tokenizer, text, template) for text in texts]
+        return [
+            nothing if text is None else encode_conversation(tokenizer, text, template)
+            for text in texts
+        ]
     dtype = token_dtype(tokenizer)
-    return [np.empty(0, dtype) if text is None else encode_document(tokenizer, text, dtype) for text in texts]
+    return [
+        np.empty(0, dtype) if text is None else encode_document(tokenizer, text, dtype)
+        for text in texts
+    ]
 
 
 def encode_document(tokenizer: Tokenizer, text: str, dtype: str = "uint32") -> np.ndarray:

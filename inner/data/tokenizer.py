@@ -70,7 +70,9 @@ class Tokenizer(Protocol):
 
 
 class BytesTokenizer:
-    """Ids 0-255 are UTF-8 bytes, 256 starts a prompt (unused in training), 257 is eos, 258 and 259 are reserved."""
+    """Ids 0-255 are UTF-8 bytes, 256 starts a prompt (unused in training), 257 is eos, 258 and 259
+    are reserved.
+    """
 
     vocab_size = 260
     bos_id = 256
@@ -107,7 +109,8 @@ def build_tokenizer(name: str, eos: str | None = None, bos: str | None = None) -
     if name == "bytes":
         if eos is not None or bos is not None:
             raise InputError(
-                "data.eos and data.bos name tokens of a tokenizer.json, but data.tokenizer is bytes; leave them out"
+                "data.eos and data.bos name tokens of a tokenizer.json, but data.tokenizer is "
+                "bytes; leave them out"
             )
         return BytesTokenizer()
     if _is_file_name(name):
@@ -135,11 +138,18 @@ def describe_ends(tokenizer: Tokenizer) -> str:
     """Return a line for the user about where documents begin and end."""
     if not isinstance(tokenizer, LibraryTokenizer):
         return "documents end with the byte tokenizer's eos"
-    begin = "" if tokenizer.bos is None else f"begin with {tokenizer.bos} ({tokenizer.first_id}, data.bos) and "
+    begin = (
+        ""
+        if tokenizer.bos is None
+        else f"begin with {tokenizer.bos} ({tokenizer.first_id}, data.bos) and "
+    )
     text = f"documents {begin}end with {tokenizer.eos} ({tokenizer.eos_id}, {tokenizer.eos_source})"
     if not tokenizer.skips_bos:
         return text
-    return f"{text}; its tokenizer_config.json has add_bos_token: data.bos puts a token before each document here"
+    return (
+        f"{text}; its tokenizer_config.json has add_bos_token: data.bos puts a token before "
+        "each document here"
+    )
 
 
 def ends_identity(tokenizer: Tokenizer) -> list[int | None]:
@@ -193,11 +203,16 @@ def _load_file(name: str) -> tokenizers.Tokenizer:
 def _load_from_hub(name: str) -> tokenizers.Tokenizer:
     import huggingface_hub
 
-    cure = "check data.tokenizer and the network, name a tokenizer.json file, or use data.tokenizer=bytes"
+    cure = (
+        "check data.tokenizer and the network, name a tokenizer.json file, or use "
+        "data.tokenizer=bytes"
+    )
     try:
         cached = huggingface_hub.try_to_load_from_cache(name, "tokenizer.json")
     except ValueError as error:
-        raise InputError(f"data.tokenizer: {name!r} is neither a file nor a valid name on the hub; {cure}") from error
+        raise InputError(
+            f"data.tokenizer: {name!r} is neither a file nor a valid name on the hub; {cure}"
+        ) from error
     if isinstance(cached, str):
         return _load_file(cached)
     require_on_hub("model", name, cure)

@@ -37,7 +37,9 @@ class Rehearsal:
             parallel=self.parallel,
             seq_len=self.seq_len,
             micro_batch=self.micro_batch,
-            num_micro_batches=accumulation_steps(tokens, self.seq_len, self.micro_batch, data_ranks),
+            num_micro_batches=accumulation_steps(
+                tokens, self.seq_len, self.micro_batch, data_ranks
+            ),
             compute_itemsize=4 if self.compute_dtype == "float32" else 2,
             deals_matrices=self.optimizer.name == "muon",
             balance=self.optimizer.balance,

@@ -27,11 +27,13 @@ from inner.mesh import IslandMesh
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 OPS = {
-    "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_ "
+    "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ "
+    "allgather_into_tensor_coalesced_ "
     "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
     "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ "
     "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
-    "all_reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_",
+    "all_reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced "
+    "all_reduce_coalesced_",
     "all_to_all": "alltoall_ alltoall_base_ all_to_all_single shard_dim_alltoall",
     "broadcast": "broadcast_ broadcast",
     "reduce": "reduce_",
@@ -47,8 +49,9 @@ _OP_OF = {name: op for op, names in OPS.items() for name in names.split()}
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensor", "tensors")
 GROUPS = ("process_group", "group_name")
 SPLITS = "input_split_sizes"
-"""Names of the arguments of torch's operations: INPUTS for this rank's input, GROUPS for the process
-group, SPLITS for the numbers of rows that it sends to each rank, if they differ."""
+"""Names of the arguments of torch's operations: INPUTS for this rank's input, GROUPS for the
+process group, SPLITS for the numbers of rows that it sends to each rank, if they differ.
+"""
 
 
 class CommCounter(TorchDispatchMode):
@@ -64,7 +67,9 @@ class CommCounter(TorchDispatchMode):
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup], *, is_strict: bool = True) -> None:
-        """`is_strict`: raise AssertionError for an operation that is not known here; otherwise leave it out."""
+        """`is_strict`: raise AssertionError for an operation that is not known here; otherwise
+        leave it out.
+        """
         super().__init__()
         self._is_strict = is_strict
         self._axis_of: dict[str | tuple[int, ...], str] = {}
@@ -89,7 +94,11 @@ class CommCounter(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             # A mode runs before a tensor subclass. Returning this lets DTensor go first; its
@@ -100,7 +109,10 @@ class CommCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-        arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        arguments = {
+            argument.name: value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+        }
         group = next((_group(arguments[name]) for name in GROUPS if name in arguments), None)
         if group is None or group.size() == 1:
             return
@@ -113,7 +125,9 @@ class CommCounter(TorchDispatchMode):
             return
         size = sum(_num_bytes(arguments[name]) for name in INPUTS if name in arguments)
         splits = arguments.get(SPLITS)
-        sent = _sent_of_splits(size, splits, group) if splits else sent_bytes(op, size, group.size())
+        sent = (
+            _sent_of_splits(size, splits, group) if splits else sent_bytes(op, size, group.size())
+        )
         # DTensor's caches may hold groups of an equal mesh that was built earlier.
         axis = self._axis_of.get(group.group_name) or self._axis_of.get(_ranks(group), OTHER)
         # An exchange with splits is one of data, also if there is nothing to send this time.
@@ -126,8 +140,8 @@ def island_groups(mesh: IslandMesh, *, has_experts: bool = False) -> dict[str, P
     """Return the process group of this rank along each axis of the mesh, and that of all ranks
     unless they are an axis. The ranks that FSDP shards over form one axis.
 
-    `has_experts`: whether the model has experts, which may be spread over a mesh of their own. Every
-    rank must call it.
+    `has_experts`: whether the model has experts, which may be spread over a mesh of their own.
+    Every rank must call it.
     """
     groups = {axis: mesh.world[axis].get_group() for axis in ("pp", "dp_replicate", "fsdp", "tp")}
     if mesh.degrees.cp > 1:
@@ -170,4 +184,8 @@ def _ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 def _num_bytes(tensors: Any) -> int:
     """Return the number of bytes of a tensor, or of all tensors in nested lists."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in tree_leaves(tensors)
+        if isinstance(leaf, Tensor)
+    )

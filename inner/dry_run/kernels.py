@@ -29,10 +29,16 @@ def choose_as_cuda_does() -> None:
 
 
 def _grouped_product(
-    mode: FakeTensorMode, func: Any, rows: Tensor, matrices: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any
+    mode: FakeTensorMode,
+    func: Any,
+    rows: Tensor,
+    matrices: Tensor,
+    offsets: Tensor | None = None,
+    *_: Any,
+    **__: Any,
 ) -> Tensor:
-    """Return the result of torch's product with one matrix per group of rows, without values. torch's
-    own result without values exists for bfloat16 only.
+    """Return the result of torch's product with one matrix per group of rows, without values.
+    torch's own result without values exists for bfloat16 only.
 
     Three dims are one matrix per group. Two stacks of rows, transposed to (inner, rows) and (rows,
     columns), give one product per group.
@@ -46,7 +52,12 @@ def _grouped_product(
 
 
 def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    **options: Any,
 ) -> Tensor:
     if query.device.type != DEVICE_TYPE:
         return _attention(query, key, value, attn_mask, dropout_p, **options)
@@ -56,11 +67,16 @@ def _fused_attention(
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     # The other kernel needs the keys and values of each head.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    return aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout_p, is_causal)[0]
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, dropout_p, is_causal
+    )[0]
 
 
 def _fused_rms_norm(
-    values: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    values: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor:
     if values.device.type != DEVICE_TYPE:
         return _rms_norm(values, normalized_shape, weight, eps)
@@ -72,11 +88,15 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(values, weight, torch.empty_like(values[..., :1], dtype=torch.float32))
+        ctx.save_for_backward(
+            values, weight, torch.empty_like(values[..., :1], dtype=torch.float32)
+        )
         return torch.empty_like(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         values, weight, _ = ctx.saved_tensors
         rows = tuple(range(values.ndim - 1))
-        return torch.empty_like(values), None if weight is None else grads[0].sum(rows).to(weight.dtype)
+        return torch.empty_like(values), None if weight is None else grads[0].sum(rows).to(
+            weight.dtype
+        )

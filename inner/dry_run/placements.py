@@ -35,9 +35,10 @@ class PlacedParam:
     pp: int
     """The pp coordinate of the ranks that hold the parameter."""
     cuts: tuple[tuple[str, str], ...]
-    """(axis, `rows`, `columns`, `experts` or `whole`) for each of dp_replicate, fsdp and tp that has
-    more than one rank, and for edp and ep if experts are spread over them; `-` for an axis that the
-    parameter is not spread over."""
+    """(axis, `rows`, `columns`, `experts` or `whole`) for each of dp_replicate, fsdp and tp that
+    has more than one rank, and for edp and ep if experts are spread over them; `-` for an axis that
+    the parameter is not spread over.
+    """
     local_shape: tuple[int, ...]
     dtype: str
     num_bytes: int
@@ -70,18 +71,31 @@ def _all_stages(layout: Layout) -> list[tuple[int, Transformer]]:
     """
     if isinstance(layout.model, OwnModel):
         return [(0, stage) for stage in build_stages(layout)]
-    return [(pp, build_stage(layout, stage)) for pp, stage in zip(layout.stage_ranks, layout.stages, strict=True)]
+    return [
+        (pp, build_stage(layout, stage))
+        for pp, stage in zip(layout.stage_ranks, layout.stages, strict=True)
+    ]
 
 
-def _place(name: str, param: Tensor, degrees: Degrees, pp: int, *, has_sparse_mesh: bool) -> PlacedParam:
+def _place(
+    name: str, param: Tensor, degrees: Degrees, pp: int, *, has_sparse_mesh: bool
+) -> PlacedParam:
     is_expert = is_stacked(name, param.ndim)
-    own = ("dp_replicate", "edp", "ep") if has_sparse_mesh and is_expert else ("dp_replicate", FSDP_AXIS, "tp")
+    own = (
+        ("dp_replicate", "edp", "ep")
+        if has_sparse_mesh and is_expert
+        else ("dp_replicate", FSDP_AXIS, "tp")
+    )
     axes = ("dp_replicate", FSDP_AXIS, "tp", "edp", "ep") if has_sparse_mesh else own
     cuts = {axis: "whole" if axis in own else "-" for axis in axes if getattr(degrees, axis) > 1}
     if isinstance(param, DTensor):
         names = param.device_mesh.mesh_dim_names or ()
         dims = ("experts", "rows", "columns") if is_expert else ("rows", "columns")
-        cuts |= {axis: _cut(each, dims) for axis, each in zip(names, param.placements, strict=True) if axis in cuts}
+        cuts |= {
+            axis: _cut(each, dims)
+            for axis, each in zip(names, param.placements, strict=True)
+            if axis in cuts
+        }
     local = local_tensor(param)
     return PlacedParam(
         name=name,

@@ -33,7 +33,9 @@ class RehearsingCutter(Cutter):
 
     def pack(self, tokens_BT: Tensor) -> Packing:
         num_attended = tokens_BT.shape[1] if self.attends_everywhere else len(self.positions_S)
-        return build_packing(np.zeros(tokens_BT.shape, dtype=np.int64), np.arange(num_attended), self.device)
+        return build_packing(
+            np.zeros(tokens_BT.shape, dtype=np.int64), np.arange(num_attended), self.device
+        )
 
 
 class RehearsingTrainer(Trainer):
@@ -68,7 +70,11 @@ def rehearse(case: Rehearsal) -> RehearsalResult:
     return RehearsalResult(
         rank=case.rank,
         coordinates=dict(mesh.at),
-        num_params=sum(local_tensor(param).numel() for stage in trainer.model_parts for param in stage.parameters()),
+        num_params=sum(
+            local_tensor(param).numel()
+            for stage in trainer.model_parts
+            for param in stage.parameters()
+        ),
         peak_bytes=tracker.peak,
         traffic=counter.rows,
         crossings=dict(tracker.crossings),
@@ -94,7 +100,9 @@ def build_rehearsing_trainer(case: Rehearsal, mesh: IslandMesh) -> Trainer:
 
 
 def _make_windows(case: Rehearsal, count: int) -> list[Tensor]:
-    return [torch.empty(case.micro_batch, case.seq_len + 1, dtype=torch.int64) for _ in range(count)]
+    return [
+        torch.empty(case.micro_batch, case.seq_len + 1, dtype=torch.int64) for _ in range(count)
+    ]
 
 
 def _state_of(trainer: Trainer) -> Sequence[Tensor]:

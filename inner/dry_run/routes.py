@@ -14,8 +14,8 @@ from inner.parallel.expert import RowExchange
 
 
 def set_routes(model_parts: list[Transformer], work: Workload) -> None:
-    """Let the mixtures of these stages exchange as many rows as the plan of `work` says: equally many
-    for each expert, or all that can be for the experts of this rank.
+    """Let the mixtures of these stages exchange as many rows as the plan of `work` says: equally
+    many for each expert, or all that can be for the experts of this rank.
     """
     for mixture in mixtures(model_parts):
         if isinstance(mixture.exchange, RowExchange):

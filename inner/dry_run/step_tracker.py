@@ -76,7 +76,13 @@ class StepTracker(LiveBytes):
 
 def _find_place() -> str:
     """Return this package's frames of the call stack, the innermost first."""
-    frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(PACKAGE)]
-    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE / "dry_run")]
-    lines = [f"{Path(frame.filename).relative_to(PACKAGE.parent)}:{frame.lineno}" for frame in own[::-1]]
+    frames = [
+        frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(PACKAGE)
+    ]
+    own = [
+        frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE / "dry_run")
+    ]
+    lines = [
+        f"{Path(frame.filename).relative_to(PACKAGE.parent)}:{frame.lineno}" for frame in own[::-1]
+    ]
     return " < ".join(list(dict.fromkeys(lines))[:DEPTH]) or "torch"

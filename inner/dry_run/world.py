@@ -40,7 +40,9 @@ def enter_world(num_ranks: int, rank: int) -> None:
     register()
     choose_as_cuda_does()
     _patch_torch()
-    dist.Backend.register_backend(BACKEND, _build_group, extended_api=True, devices=["cpu", DEVICE_TYPE])
+    dist.Backend.register_backend(
+        BACKEND, _build_group, extended_api=True, devices=["cpu", DEVICE_TYPE]
+    )
     backends = f"cpu:{BACKEND},{DEVICE_TYPE}:{BACKEND}"
     dist.init_process_group(backends, rank=rank, world_size=num_ranks, store=FakeStore())
 

@@ -37,7 +37,9 @@ def read_file(path: Path, most_bytes: int, cure: str = "copy it again") -> bytes
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
-            raise InputError(f"{path}: has {size} bytes, but at most {most_bytes} are allowed; {cure}")
+            raise InputError(
+                f"{path}: has {size} bytes, but at most {most_bytes} are allowed; {cure}"
+            )
         return file.read(size)
 
 

@@ -34,7 +34,9 @@ class NamePattern:
         feature that is not supported here.
         """
         if len(pattern) > MAX_LENGTH:
-            raise ValueError(f"it has {len(pattern)} characters, but at most {MAX_LENGTH} are allowed")
+            raise ValueError(
+                f"it has {len(pattern)} characters, but at most {MAX_LENGTH} are allowed"
+            )
         try:
             self._items = _parser.parse(pattern)
         except (re.error, RecursionError, OverflowError) as error:
@@ -59,7 +61,10 @@ def _check(items: Iterable[Item], depth: int, repeats: int) -> None:
             _check_width(*argument)
         nested = repeats + (op in (ops.MAX_REPEAT, ops.MIN_REPEAT) and argument[1] > 1)
         if depth > MAX_DEPTH or nested > MAX_NESTED_REPEATS:
-            raise ValueError(f"it has repeats nested more than {MAX_NESTED_REPEATS} deep, or is nested too deeply")
+            raise ValueError(
+                f"it has repeats nested more than {MAX_NESTED_REPEATS} deep, or is nested too "
+                "deeply"
+            )
         for within in _within(op, argument):
             _check(within, depth + 1, nested)
 

@@ -51,8 +51,8 @@ def parse_yaml(text: str, *, anchors: bool = True, most_chars: int = MAX_YAML_CH
     deeper than a config is.
 
     The values of an alias are counted at each use, because with aliases a short text can stand for
-    gigabytes. If `anchors` is False, anchors and aliases are refused. A key that stands twice in one
-    section is refused, because one of its values would be lost.
+    gigabytes. If `anchors` is False, anchors and aliases are refused. A key that stands twice in
+    one section is refused, because one of its values would be lost.
     """
     if len(text) > most_chars:
         raise ValueError(f"it has {len(text)} characters, but a config has at most {most_chars}")
@@ -79,7 +79,9 @@ def _explain(error: yaml.YAMLError) -> str:
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """A YAML loader that counts nodes and levels while it reads, and refuses a key that stands twice."""
+    """A YAML loader that counts nodes and levels while it reads, and refuses a key that stands
+    twice.
+    """
 
     def __init__(self, allows_anchors: bool, text: str) -> None:
         super().__init__(text)
@@ -128,7 +130,8 @@ class _BoundedLoader(yaml.SafeLoader):
         self._num_nodes += nodes
         if self._num_nodes > MAX_YAML_NODES:
             raise yaml.YAMLError(
-                f"it has more than {MAX_YAML_NODES} values, including the values that its aliases repeat"
+                f"it has more than {MAX_YAML_NODES} values, including the values that its aliases "
+                "repeat"
             )
 
 

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from inner.config import DecoderConfig
-from inner.huggingface.decoders import ACTIVATIONS, NO_ROPE, NO_ROPE_EVERY, name_activation, rope_layers
+from inner.huggingface.decoders import (
+    ACTIVATIONS,
+    NO_ROPE,
+    NO_ROPE_EVERY,
+    name_activation,
+    rope_layers,
+)
 from inner.huggingface.type_table import FULL, MODEL_TYPES, SLIDING
 from inner.model.sizes import ModelSizes
 
@@ -23,7 +29,9 @@ def build_decoder_keys(sizes: ModelSizes, name: str) -> dict[str, Any]:
     if model_type.activation_key is not None:
         usual = name_activation({"model_type": name}, model_type)
         names = [usual, *ACTIVATIONS]
-        keys[model_type.activation_key] = next(each for each in names if ACTIVATIONS[each] == decoder.activation)
+        keys[model_type.activation_key] = next(
+            each for each in names if ACTIVATIONS[each] == decoder.activation
+        )
     keys |= {key: _has_bias(sizes, names[-1]) for key, (names, _) in model_type.bias_keys.items()}
     if model_type.window_layers is not None:
         keys |= _build_window(sizes, name)
@@ -47,7 +55,9 @@ def _build_window(sizes: ModelSizes, name: str) -> dict[str, Any]:
     keys: dict[str, Any] = {"sliding_window": None if window is None else window.size}
     if not model_type.slides_by_default:
         keys["use_sliding_window"] = window is not None
-    if model_type.window_layers == "listed" and (window is not None or model_type.full_every is not None):
+    if model_type.window_layers == "listed" and (
+        window is not None or model_type.full_every is not None
+    ):
         slides = [window is not None and window.slides(layer) for layer in range(sizes.num_layers)]
         keys["layer_types"] = [SLIDING if each else FULL for each in slides]
         # Without a window no layer slides, and transformers wants a number all the same.
@@ -90,7 +100,10 @@ def find_decoder_obstacles(sizes: ModelSizes, name: str) -> Iterator[str]:
             yield f"model.decoder.{field} is {_text(value)}, and {name} has only {_text(allowed)}"
     scale = math.sqrt(sizes.dim) if model_type.scales_embeddings else None
     if decoder.embed_scale != scale:
-        yield f"model.decoder.embed_scale is {_text(decoder.embed_scale)}, and {name} has only {_text(scale)}"
+        yield (
+            f"model.decoder.embed_scale is {_text(decoder.embed_scale)}, and {name} has only "
+            f"{_text(scale)}"
+        )
     yield from _find_window_obstacles(sizes, name)
     yield from _find_size_obstacles(sizes, name)
     query_dim = decoder.query_dim
@@ -100,9 +113,15 @@ def find_decoder_obstacles(sizes: ModelSizes, name: str) -> Iterator[str]:
         if len({_has_bias(sizes, each) for each in names}) > 1:
             yield f"only some of {', '.join(names)} are set, and {name} has all or none of them"
     if "qkv_bias" not in switched and sizes.qkv_bias != model_type.qkv_bias:
-        yield f"model.qkv_bias is {_text(sizes.qkv_bias)}, and {name} has only {_text(model_type.qkv_bias)}"
+        yield (
+            f"model.qkv_bias is {_text(sizes.qkv_bias)}, and {name} has only "
+            f"{_text(model_type.qkv_bias)}"
+        )
     if sizes.qk_norm != model_type.qk_norm:
-        yield f"model.qk_norm is {_text(sizes.qk_norm)}, and {name} has only {_text(model_type.qk_norm)}"
+        yield (
+            f"model.qk_norm is {_text(sizes.qk_norm)}, and {name} has only "
+            f"{_text(model_type.qk_norm)}"
+        )
 
 
 def _free_fields(sizes: ModelSizes, name: str) -> set[str]:
@@ -117,7 +136,8 @@ def _free_fields(sizes: ModelSizes, name: str) -> set[str]:
         "rotary_dim": model_type.rotary_factor is not None,
         "no_rope_every": model_type.no_rope_every is not None,
         "max_positions": name == "gpt2",
-        "parallel": (name == "gpt_neox" and sizes.decoder.parallel != "one_norm") or name == "falcon",
+        "parallel": (name == "gpt_neox" and sizes.decoder.parallel != "one_norm")
+        or name == "falcon",
     }
     return {field for field, is_free in is_there.items() if is_free}
 
@@ -130,8 +150,15 @@ def _find_window_obstacles(sizes: ModelSizes, name: str) -> Iterator[str]:
     if model_type.window_layers == "all" and (window.first_layer or window.full_every):
         yield f"model.decoder.window is in some layers only, and in {name} it is in all"
     if window.rope_theta is not None and not model_type.has_rope_by_layer_type:
-        yield f"model.decoder.window.rope_theta is {_text(window.rope_theta)}, which {name} does not have"
-    if model_type.has_rope_by_layer_type and window.rope_theta is None and sizes.rope_scaling is not None:
+        yield (
+            f"model.decoder.window.rope_theta is {_text(window.rope_theta)}, which {name} does "
+            "not have"
+        )
+    if (
+        model_type.has_rope_by_layer_type
+        and window.rope_theta is None
+        and sizes.rope_scaling is not None
+    ):
         yield f"model.rope_scaling is set, and in {name} it is not for layers with a window"
 
 
@@ -140,20 +167,39 @@ def _find_size_obstacles(sizes: ModelSizes, name: str) -> Iterator[str]:
     if sizes.own_head_dim is not None and not model_type.has_head_dim:
         yield f"model.head_dim is {sizes.own_head_dim}, and {name} has only dim / num_heads"
     if sizes.dim % sizes.num_heads and model_type.needs_whole_heads:
-        yield f"model.dim is {sizes.dim}, and {name} has only multiples of num_heads ({sizes.num_heads})"
+        yield (
+            f"model.dim is {sizes.dim}, and {name} has only multiples of num_heads "
+            f"({sizes.num_heads})"
+        )
     if "num_kv_heads" not in model_type.size_keys and sizes.num_kv_heads != sizes.num_heads:
-        yield f"model.num_kv_heads is {sizes.num_kv_heads}, and {name} has only as many as num_heads"
+        yield (
+            f"model.num_kv_heads is {sizes.num_kv_heads}, and {name} has only as many as num_heads"
+        )
     if "ffn_dim" not in model_type.size_keys and sizes.ffn_dim != 4 * sizes.dim:
         yield f"model.ffn_dim is {sizes.ffn_dim}, and {name} has only 4 x dim"
     if sizes.decoder.positions != "rope" and sizes.rope_scaling is not None:
         yield f"model.rope_scaling is set, and {name} has no RoPE"
     if name == "phi3" and sizes.rope_scaling is not None:
-        yield "model.rope_scaling is set, and phi3 has only a scaling (longrope) that this model does not have"
-    if name == "falcon" and sizes.decoder.parallel is None and sizes.num_kv_heads not in (1, sizes.num_heads):
-        yield f"model.num_kv_heads is {sizes.num_kv_heads}, and falcon without decoder.parallel has only 1 or num_heads"
+        yield (
+            "model.rope_scaling is set, and phi3 has only a scaling (longrope) that this model "
+            "does not have"
+        )
+    if (
+        name == "falcon"
+        and sizes.decoder.parallel is None
+        and sizes.num_kv_heads not in (1, sizes.num_heads)
+    ):
+        yield (
+            f"model.num_kv_heads is {sizes.num_kv_heads}, and falcon without decoder.parallel "
+            "has only 1 or num_heads"
+        )
     if name == "mpt" and sizes.num_heads & (sizes.num_heads - 1):
-        yield f"model.num_heads is {sizes.num_heads}, and mpt has these slopes only for powers of two"
+        yield (
+            f"model.num_heads is {sizes.num_heads}, and mpt has these slopes only for powers of two"
+        )
 
 
 def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    return (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    )

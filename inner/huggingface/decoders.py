@@ -88,7 +88,10 @@ def read_decoder(config: dict[str, Any]) -> DecoderConfig | None:
     """
     model_type = MODEL_TYPES[config["model_type"]]
     values = dict(model_type.decoder)
-    values |= {ours: config.get(theirs, default) for ours, (theirs, default) in model_type.decoder_keys.items()}
+    values |= {
+        ours: config.get(theirs, default)
+        for ours, (theirs, default) in model_type.decoder_keys.items()
+    }
     if model_type.activation_key is not None:
         values["activation"] = ACTIVATIONS[name_activation(config, model_type)]
     for key, (names, default) in model_type.bias_keys.items():
@@ -99,9 +102,9 @@ def read_decoder(config: dict[str, Any]) -> DecoderConfig | None:
     values["window"] = read_window(config)
     values["rotary_dim"] = _read_rotary_dim(config, model_type)
     values["no_rope_every"] = _read_no_rope(config, model_type)
-    values |= {"gpt2": _read_gpt2, "gpt_neox": _read_neox, "falcon": _read_falcon}.get(config["model_type"], _read_no)(
-        config
-    )
+    values |= {"gpt2": _read_gpt2, "gpt_neox": _read_neox, "falcon": _read_falcon}.get(
+        config["model_type"], _read_no
+    )(config)
     decoder = DecoderConfig.model_validate(values)
     return decoder if decoder.changes else None
 
@@ -133,7 +136,11 @@ def is_new_falcon(config: dict[str, Any]) -> bool:
 def name_activation(config: dict[str, Any], model_type: ModelType) -> str:
     """Return transformers' name of the activation in a config.json."""
     defaults = {"gpt2": "gelu_new", "gpt_neox": "gelu", "falcon": "gelu"}
-    default = "gelu_pytorch_tanh" if model_type.scales_embeddings else defaults.get(config["model_type"], "silu")
+    default = (
+        "gelu_pytorch_tanh"
+        if model_type.scales_embeddings
+        else defaults.get(config["model_type"], "silu")
+    )
     return config.get(model_type.activation_key or "") or default
 
 
@@ -163,15 +170,21 @@ def _read_no_rope(config: dict[str, Any], model_type: ModelType) -> int | None:
 def find_unsupported_decoder(config: dict[str, Any]) -> Iterator[str]:
     """Yield messages about settings of the decoder that this model does not support."""
     model_type = MODEL_TYPES[config["model_type"]]
-    if model_type.activation_key is not None and (name := name_activation(config, model_type)) not in ACTIVATIONS:
-        yield f"{model_type.activation_key} is {name!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}"
+    if (
+        model_type.activation_key is not None
+        and (name := name_activation(config, model_type)) not in ACTIVATIONS
+    ):
+        yield (
+            f"{model_type.activation_key} is {name!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}"
+        )
     window = find_window(config)
     types = set(config.get("layer_types") or ())
     if window is not None and not (isinstance(window, int) and window > 0):
         yield f"sliding_window is {window!r}; allowed: a number of tokens, or null"
     elif window is not None and _find_pattern(_sliding_layers(config, model_type)) is None:
         yield (
-            f"layer_types is {config['layer_types']!r}; allowed: a window in all layers from one on, but not in every "
+            f"layer_types is {config['layer_types']!r}; allowed: a window in all layers from one "
+            "on, but not in every "
             "n-th layer"
         )
     if unknown := types - {FULL, *([] if window is None else [SLIDING])}:
@@ -187,7 +200,8 @@ def _find_unsupported_mpt(config: dict[str, Any]) -> Iterator[str]:
     if config["model_type"] != "mpt":
         return
     allowed = {
-        "attn_type": "multihead_attention", "clip_qkv": None, "softmax_scale": None, "prefix_lm": False, "qk_ln": False,
+        "attn_type": "multihead_attention", "clip_qkv": None, "softmax_scale": None,
+        "prefix_lm": False, "qk_ln": False,
         "attn_uses_sequence_id": False, "alibi": True, "alibi_bias_max": 8,
     }  # fmt: skip
     given = config.get("attn_config") or {}
@@ -196,7 +210,10 @@ def _find_unsupported_mpt(config: dict[str, Any]) -> Iterator[str]:
             yield f"attn_config.{key} is {given[key]!r}; allowed: {value!r}"
     num_heads = config.get("n_heads")
     if isinstance(num_heads, int) and num_heads & (num_heads - 1):
-        yield f"n_heads is {num_heads}; allowed: powers of two, because MPT has slopes of its own for other numbers"
+        yield (
+            f"n_heads is {num_heads}; allowed: powers of two, because MPT has slopes of its own "
+            "for other numbers"
+        )
 
 
 def rope_layers(every: int, num_layers: int) -> list[int]:

@@ -32,8 +32,9 @@ class FileLayout:
     is_interleaved: bool = False
     """Whether the pairs that RoPE rotates in latent attention are next to each other."""
     num_predictors: int = 0
-    """Number of layers in the folder, behind the model's own, that predict further tokens. The model
-    has the first of them, one for each of its extra depths."""
+    """Number of layers in the folder, behind the model's own, that predict further tokens. The
+    model has the first of them, one for each of its extra depths.
+    """
 
     @cached_property
     def biases(self) -> tuple[ParamSpec, ...]:
@@ -41,13 +42,17 @@ class FileLayout:
         if self.sizes.experts is None or not has_biases(self.model_type):
             return ()
         shape = (self.sizes.experts.number,)
-        return tuple(ParamSpec(router_bias_name(layer), shape) for layer in self.sizes.expert_layers)
+        return tuple(
+            ParamSpec(router_bias_name(layer), shape) for layer in self.sizes.expert_layers
+        )
 
     def name(self, name: str) -> str:
         """Return the name of a tensor in the folder, given its full name here. Fused matrices have
         one name.
         """
-        is_parallel_falcon = self.model_type == "falcon" and self.sizes.decoder.parallel == "two_norms"
+        is_parallel_falcon = (
+            self.model_type == "falcon" and self.sizes.decoder.parallel == "two_norms"
+        )
         return huggingface_name(name, self.model_type, FALCON_NORMS if is_parallel_falcon else None)
 
     def rows(self, name: str, rows: Sequence[int]) -> list[int] | None:
@@ -60,7 +65,11 @@ class FileLayout:
             return turned
         (whole, part) = fused
         given = list(rows) if turned is None else turned
-        return self._rows_by_key_head(part, given) if whole.order == "by key head" else self._rows_behind(name, given)
+        return (
+            self._rows_by_key_head(part, given)
+            if whole.order == "by key head"
+            else self._rows_behind(name, given)
+        )
 
     def full_name(self, their_name: str) -> str:
         """Return the name of a tensor in the folder with the beginning that save_pretrained gives
@@ -75,9 +84,13 @@ class FileLayout:
         """Return the places of rows where the pairs that RoPE turns are next to each other; None if
         they are not.
         """
-        if self.model_type == "cohere" and name.endswith(("attention.q_proj.weight", "attention.q_proj.bias")):
+        if self.model_type == "cohere" and name.endswith(
+            ("attention.q_proj.weight", "attention.q_proj.bias")
+        ):
             return [_stored_row(row, 0, self.sizes.head_dim) for row in rows]
-        if self.model_type == "cohere" and name.endswith(("attention.k_proj.weight", "attention.k_proj.bias")):
+        if self.model_type == "cohere" and name.endswith(
+            ("attention.k_proj.weight", "attention.k_proj.bias")
+        ):
             return [_stored_row(row, 0, self.sizes.head_dim) for row in rows]
         latent = self.sizes.latent
         if latent is None or not self.is_interleaved:
@@ -109,7 +122,9 @@ class FileLayout:
         places: list[int] = []
         for row in rows:
             (head, place) = divmod(row, size)
-            (group, member) = divmod(head, per_key_head) if kind == 0 else (head, per_key_head + kind - 1)
+            (group, member) = (
+                divmod(head, per_key_head) if kind == 0 else (head, per_key_head + kind - 1)
+            )
             places.append((group * (per_key_head + 2) + member) * size + place)
         return places
 
@@ -139,7 +154,9 @@ class FileLayout:
 
     def has_columns_first(self, name: str) -> bool:
         """Return whether a matrix is (inputs, outputs) in the folder."""
-        has_columns_first = names_of(self.model_type).has_columns_first and name.startswith("layers.")
+        has_columns_first = names_of(self.model_type).has_columns_first and name.startswith(
+            "layers."
+        )
         return has_columns_first and len(self._shape(name)) == 2
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -150,18 +167,20 @@ class FileLayout:
         return shape[::-1] if self.has_columns_first(name) else shape
 
     def is_of_predictor(self, their_name: str) -> bool:
-        """Return whether a tensor in the folder belongs to a layer that predicts further tokens and that
-        the model does not have.
+        """Return whether a tensor in the folder belongs to a layer that predicts further tokens and
+        that the model does not have.
         """
         layer = their_name.removeprefix(LAYER).partition(".")[0]
         if not their_name.startswith(LAYER) or not layer.isdecimal():
             return False
-        return self.sizes.all_layers.stop <= int(layer) < self.sizes.num_layers + self.num_predictors
+        return (
+            self.sizes.all_layers.stop <= int(layer) < self.sizes.num_layers + self.num_predictors
+        )
 
     @property
     def copies(self) -> dict[str, str]:
-        """Copies of the tables that the folder has in each layer that predicts further tokens, with the
-        names here of what they copy.
+        """Copies of the tables that the folder has in each layer that predicts further tokens, with
+        the names here of what they copy.
         """
         head = "embed.weight" if self.sizes.tie_embeddings else "head.weight"
         copied = {"embed_tokens.weight": "embed.weight", "shared_head.head.weight": head}

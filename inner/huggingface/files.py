@@ -30,12 +30,15 @@ def _find_weights(folder: Path) -> list[Path]:
     else:
         others = sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []
         raise InputError(
-            f"{folder}: no {WEIGHTS} and no {INDEX}; found {', '.join(others[:8]) or 'nothing'}. Only safetensors are "
+            f"{folder}: no {WEIGHTS} and no {INDEX}; found {', '.join(others[:8]) or 'nothing'}. "
+            "Only safetensors are "
             "read: other formats are pickles, which can run code"
         )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise InputError(f"{folder}: {INDEX} names files that are missing: {', '.join(missing)}; copy them too")
+        raise InputError(
+            f"{folder}: {INDEX} names files that are missing: {', '.join(missing)}; copy them too"
+        )
     return [folder / name for name in names]
 
 
@@ -64,7 +67,8 @@ def check_header(path: Path) -> None:
         raise InputError(f"{path}: has {size} bytes, fewer than its header; copy it again")
     if length > MAX_HEADER_BYTES:
         raise InputError(
-            f"{path}: its header has {length} bytes; at most {MAX_HEADER_BYTES} are read, use other weights"
+            f"{path}: its header has {length} bytes; at most {MAX_HEADER_BYTES} are read, use "
+            "other weights"
         )
 
 
@@ -73,10 +77,16 @@ def _read_index(index: Path) -> list[str]:
     outside its folder.
     """
     try:
-        names = sorted(set(read_json(index, "an index of safetensors files")["weight_map"].values()))
+        names = sorted(
+            set(read_json(index, "an index of safetensors files")["weight_map"].values())
+        )
     except (OSError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{index}: not an index of safetensors files ({error!r}); copy it again") from None
+        raise InputError(
+            f"{index}: not an index of safetensors files ({error!r}); copy it again"
+        ) from None
     invalid = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if invalid:
-        raise InputError(f"{index}: {invalid[0]!r:.100} is not the name of a file next to it; copy it again")
+        raise InputError(
+            f"{index}: {invalid[0]!r:.100} is not the name of a file next to it; copy it again"
+        )
     return names

@@ -56,12 +56,19 @@ class StoredWeights:
         if self.layout.has_columns_first(name):
             values = stored[slice(*cols), first:end].t()
         else:
-            values = stored[first:end, slice(*cols)] if len(stored.get_shape()) == 2 else stored[first:end]
+            values = (
+                stored[first:end, slice(*cols)]
+                if len(stored.get_shape()) == 2
+                else stored[first:end]
+            )
         values = values.reshape(-1, cols[1] - cols[0]).float()
         if order is not None:
             values = values[torch.tensor(order) - first]
         if not torch.isfinite(values).all():
-            raise InputError(f"{self.folder}: {their_name} contains values that are not finite; use other weights")
+            raise InputError(
+                f"{self.folder}: {their_name} contains values that are not finite; use other "
+                "weights"
+            )
         return values
 
 
@@ -74,7 +81,9 @@ def read_layout(folder: Path, sizes: ModelSizes) -> FileLayout:
 
 
 @contextmanager
-def open_weights(folder: Path, specs: Sequence[ParamSpec], layout: FileLayout) -> Iterator[StoredWeights]:
+def open_weights(
+    folder: Path, specs: Sequence[ParamSpec], layout: FileLayout
+) -> Iterator[StoredWeights]:
     """Map the weights of a model with the parameters `specs`, and the biases of its routers. Raises
     InputError that names each tensor that does not fit.
     """
@@ -94,7 +103,11 @@ def open_weights(folder: Path, specs: Sequence[ParamSpec], layout: FileLayout) -
         _leave_out_predictors(folder, slices, layout)
         _leave_out_copies(folder, slices, layout)
         _check_experts(folder, slices, specs)
-        _check(folder, slices, {layout.name(spec.name): layout.shape(spec.name, spec.shape) for spec in expected})
+        _check(
+            folder,
+            slices,
+            {layout.name(spec.name): layout.shape(spec.name, spec.shape) for spec in expected},
+        )
         yield StoredWeights(folder, layout, slices)
         slices.clear()
 
@@ -107,11 +120,15 @@ def is_tied(specs: Sequence[ParamSpec]) -> bool:
 
 def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two stored tensors are equal. They are compared a few rows at a time."""
-    kinds = [None if each is None else (each.get_shape(), each.get_dtype()) for each in (one, other)]
+    kinds = [
+        None if each is None else (each.get_shape(), each.get_dtype()) for each in (one, other)
+    ]
     if kinds[0] != kinds[1] or len(one.get_shape()) != 2:
         return False
     starts = range(0, one.get_shape()[0], ROWS_AT_ONCE)
-    return all(torch.equal(one[at : at + ROWS_AT_ONCE], other[at : at + ROWS_AT_ONCE]) for at in starts)
+    return all(
+        torch.equal(one[at : at + ROWS_AT_ONCE], other[at : at + ROWS_AT_ONCE]) for at in starts
+    )
 
 
 def _leave_out_head(folder: Path, slices: dict[str, Any], layout: FileLayout) -> None:
@@ -120,8 +137,10 @@ def _leave_out_head(folder: Path, slices: dict[str, Any], layout: FileLayout) ->
     embedding = layout.name("embed.weight")
     if head in slices and not _are_equal(slices[head], slices.get(embedding)):
         raise InputError(
-            f"{folder}: {head} differs from {embedding}, but tie_word_embeddings in its config.json says that "
-            "they are equal; set it to false if the model has a head of its own, or remove the tensor"
+            f"{folder}: {head} differs from {embedding}, but tie_word_embeddings in its "
+            "config.json says that "
+            "they are equal; set it to false if the model has a head of its own, or remove the "
+            "tensor"
         )
     slices.pop(head, None)
 
@@ -134,22 +153,25 @@ def _leave_out_predictors(folder: Path, slices: dict[str, Any], layout: FileLayo
     for name in names:
         del slices[name]
     log.warning(
-        "%s: %d tensors of layers that predict further tokens (num_nextn_predict_layers) are left out, because this "
-        "model does not have such layers; what they have learned is lost, and an export will not have them",
+        "%s: %d tensors of layers that predict further tokens (num_nextn_predict_layers) are left "
+        "out, because this "
+        "model does not have such layers; what they have learned is lost, and an export will not "
+        "have them",
         folder,
         len(names),
     )
 
 
 def _leave_out_copies(folder: Path, slices: dict[str, Any], layout: FileLayout) -> None:
-    """Remove the copies of the tables in layers that predict further tokens. Raises InputError if one
-    differs from its table.
+    """Remove the copies of the tables in layers that predict further tokens. Raises InputError if
+    one differs from its table.
     """
     for copy, ours in layout.copies.items():
         table = layout.name(ours)
         if copy in slices and not _are_equal(slices[copy], slices.get(table)):
             raise InputError(
-                f"{folder}: {copy} differs from {table}, but all depths have one embedding and one head here; leave "
+                f"{folder}: {copy} differs from {table}, but all depths have one embedding and one "
+                "head here; leave "
                 "model.predict out"
             )
         slices.pop(copy, None)
@@ -161,38 +183,48 @@ def _check_experts(folder: Path, slices: dict[str, Any], specs: Sequence[ParamSp
     """
     if fused := [name for name in slices if FUSED.search(name)]:
         raise InputError(
-            f"{folder}: {_list_some(fused)}: holds a matrix of all experts of a layer, and only files with a tensor "
-            "per expert are read; load the model with transformers 5 and save it with save_pretrained, which writes "
+            f"{folder}: {_list_some(fused)}: holds a matrix of all experts of a layer, and only "
+            "files with a tensor "
+            "per expert are read; load the model with transformers 5 and save it with "
+            "save_pretrained, which writes "
             "such files"
         )
     has_experts = any(OF_EXPERTS in name for name in slices)
     wants_experts = any(find_expert(spec.name) is not None for spec in specs)
     if has_experts and not wants_experts:
         raise InputError(
-            f"{folder}: its tensors are those of a mixture of experts, but the model in its config.json is dense; use "
+            f"{folder}: its tensors are those of a mixture of experts, but the model in its "
+            "config.json is dense; use "
             "the config.json that belongs to these weights"
         )
     if wants_experts and not has_experts:
         raise InputError(
-            f"{folder}: its tensors are those of a dense model, but the model in its config.json is a mixture of "
+            f"{folder}: its tensors are those of a dense model, but the model in its config.json "
+            "is a mixture of "
             "experts; use the config.json that belongs to these weights"
         )
 
 
 def _check(folder: Path, slices: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> None:
-    found = {name: (tuple(stored.get_shape()), stored.get_dtype()) for name, stored in slices.items()}
+    found = {
+        name: (tuple(stored.get_shape()), stored.get_dtype()) for name, stored in slices.items()
+    }
     both = [(name, *found[name]) for name in expected if name in found]
     problems = {
         "missing": [name for name in expected if name not in found],
         "not of this model": [name for name in found if name not in expected],
         "of another shape": [
-            f"{name} has shape {shape}, not {expected[name]}" for name, shape, _ in both if shape != expected[name]
+            f"{name} has shape {shape}, not {expected[name]}"
+            for name, shape, _ in both
+            if shape != expected[name]
         ],
         f"of another dtype than {', '.join(DTYPES)}": [
             f"{name} is {dtype}" for name, _, dtype in both if dtype not in DTYPES
         ],
     }
-    lines = "\n".join(f"  {problem}: {_list_some(names)}" for problem, names in problems.items() if names)
+    lines = "\n".join(
+        f"  {problem}: {_list_some(names)}" for problem, names in problems.items() if names
+    )
     if lines:
         raise InputError(f"{folder}: its tensors do not fit the model in its config.json:\n{lines}")
 
@@ -201,7 +233,8 @@ def load_weights(params: LocalParams, stages: Sequence[Transformer], folder: Pat
     """Fill every parameter, table and router's bias of materialised stages, sharded or not. No
     communication.
 
-    Raises InputError if the folder does not hold this model; some parameters may have been filled by then.
+    Raises InputError if the folder does not hold this model; some parameters may have been filled
+    by then.
     """
     for stage in stages:
         stage.fill_tables()
@@ -211,7 +244,9 @@ def load_weights(params: LocalParams, stages: Sequence[Transformer], folder: Pat
             params.write(index, stored.read(param_slice.name, param_slice.rows, param_slice.cols))
         if layout.biases:
             for mixture in mixtures(stages):
-                bias_X1 = stored.read(router_bias_name(mixture.layer), (0, mixture.config.number), (0, 1))
+                bias_X1 = stored.read(
+                    router_bias_name(mixture.layer), (0, mixture.config.number), (0, 1)
+                )
                 mixture.router.bias.copy_(bias_X1.flatten())
 
 
@@ -222,7 +257,10 @@ def read_whole(folder: Path, specs: Sequence[ParamSpec], sizes: ModelSizes) -> d
     layout = read_layout(folder, sizes)
     with open_weights(folder, specs, layout) as stored:
         shapes = [(spec, *spec.matrix_shape) for spec in (*specs, *layout.biases)]
-        return {spec.name: stored.read(spec.name, (0, m), (0, n)).view(spec.shape) for spec, m, n in shapes}
+        return {
+            spec.name: stored.read(spec.name, (0, m), (0, n)).view(spec.shape)
+            for spec, m, n in shapes
+        }
 
 
 def _list_some(names: Sequence[str]) -> str:

@@ -27,7 +27,11 @@ EXPERT_KEYS = {
         "dim": "intermediate_size",
         "renormalise": "norm_topk_prob",
     },
-    "mixtral": {"number": "num_local_experts", "per_token": "num_experts_per_tok", "dim": "intermediate_size"},
+    "mixtral": {
+        "number": "num_local_experts",
+        "per_token": "num_experts_per_tok",
+        "dim": "intermediate_size",
+    },
     DEEPSEEK: {
         "number": "n_routed_experts",
         "per_token": "num_experts_per_tok",
@@ -81,7 +85,10 @@ def find_unsupported_mixture(config: dict[str, Any]) -> Iterator[str]:
         yield from (f"{key} is missing" for key in LATENT_KEYS.values() if key not in config)
         heads = (config.get("num_attention_heads"), config.get("num_key_value_heads"))
         if heads[1] not in (None, heads[0]):
-            yield f"num_key_value_heads is {heads[1]!r}; allowed: {heads[0]!r}, as num_attention_heads"
+            yield (
+                f"num_key_value_heads is {heads[1]!r}; allowed: {heads[0]!r}, as "
+                "num_attention_heads"
+            )
         if not isinstance(_read_num_predictors(config), int):
             yield f"{PREDICTORS} is {config[PREDICTORS]!r}; allowed: a number of layers"
     keys = EXPERT_KEYS.get(model_type, {})
@@ -90,12 +97,16 @@ def find_unsupported_mixture(config: dict[str, Any]) -> Iterator[str]:
         yield f"{DENSE_LIST} is {layers!r}; allowed: only the first layers, for example [0, 1]"
         return
     if keys and _num_dense_layers(config) < config.get("num_hidden_layers", 0):
-        yield from (f"{key} is missing" for key in keys.values() if key != DENSE_LIST and _value(config, key) is None)
+        yield from (
+            f"{key} is missing"
+            for key in keys.values()
+            if key != DENSE_LIST and _value(config, key) is None
+        )
 
 
 def read_experts(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the fields of ExpertsConfig that a supported config.json gives, or None if no layer has
-    experts.
+    """Return the fields of ExpertsConfig that a supported config.json gives, or None if no layer
+    has experts.
     """
     model_type = config["model_type"]
     if model_type not in EXPERT_KEYS or _num_dense_layers(config) >= config["num_hidden_layers"]:
@@ -126,7 +137,10 @@ def find_obstacles(sizes: ModelSizes, model_type: str) -> Iterator[str]:
     model.
     """
     if sizes.predict is not None and model_type != DEEPSEEK:
-        yield f"model.predict.depths is {sizes.num_depths}, and {model_type} has no layers that predict further tokens"
+        yield (
+            f"model.predict.depths is {sizes.num_depths}, and {model_type} has no layers that "
+            "predict further tokens"
+        )
     experts = sizes.experts
     if experts is None:
         return
@@ -135,7 +149,10 @@ def find_obstacles(sizes: ModelSizes, model_type: str) -> Iterator[str]:
         allowed = fixed.get(name, field.default)
         value = getattr(experts, name)
         if name not in EXPERT_KEYS[model_type] and value != allowed:
-            yield f"model.experts.{name} is {_text(value)}, and {model_type} has only {_text(allowed)}"
+            yield (
+                f"model.experts.{name} is {_text(value)}, and {model_type} has only "
+                f"{_text(allowed)}"
+            )
     if model_type == DEEPSEEK and not experts.shared:
         yield f"model.experts.shared is 0, and {model_type} has at least 1"
 
@@ -150,7 +167,9 @@ def build_mixture_keys(sizes: ModelSizes, model_type: str) -> dict[str, Any]:
         keys["first_k_dense_replace"] = len(sizes.all_layers)
     if sizes.experts is None:
         return keys
-    keys |= {theirs: getattr(sizes.experts, ours) for ours, theirs in EXPERT_KEYS[model_type].items()}
+    keys |= {
+        theirs: getattr(sizes.experts, ours) for ours, theirs in EXPERT_KEYS[model_type].items()
+    }
     if model_type == "qwen3_moe":
         keys |= {DENSE_LIST: list(range(sizes.experts.dense_layers)), "decoder_sparse_step": 1}
     if model_type == DEEPSEEK:
@@ -177,4 +196,6 @@ def _value(config: dict[str, Any], key: str) -> Any:
 
 
 def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    return (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    )

@@ -33,7 +33,9 @@ CONFIG = "config.json"
 def build_config_json(
     sizes: ModelSizes, seq_len: int, dtype: str, bos_id: int | None, eos_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Build the config.json of a model for sequences of up to `seq_len`, with weights stored as `dtype`."""
+    """Build the config.json of a model for sequences of up to `seq_len`, with weights stored as
+    `dtype`.
+    """
     model_type = MODEL_TYPES[choose_model_type(sizes)]
     return {
         **{theirs: getattr(sizes, ours) for ours, theirs in model_type.size_keys.items()},
@@ -41,7 +43,11 @@ def build_config_json(
         **({"hidden_act": "silu"} if model_type.activation_key == "hidden_act" else {}),
         **build_type_keys(sizes),
         # In latent attention it is the size of what RoPE turns, which is less than a head.
-        **({"head_dim": sizes.head_dim if sizes.latent is None else sizes.rope_dim} if model_type.has_head_dim else {}),
+        **(
+            {"head_dim": sizes.head_dim if sizes.latent is None else sizes.rope_dim}
+            if model_type.has_head_dim
+            else {}
+        ),
         model_type.norm_eps_key: sizes.norm_eps,
         model_type.length_key: sizes.decoder.max_positions or seq_len,
         **build_rope_settings(sizes, seq_len, model_type),
@@ -90,7 +96,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         values = read_json(path, "JSON")
     except OSError as error:
         raise InputError(
-            f"{path}: cannot be read: {error.strerror}; give a folder with config.json and *.safetensors, as "
+            f"{path}: cannot be read: {error.strerror}; give a folder with config.json and "
+            "*.safetensors, as "
             "written by `diloco export` or found in a model on the hub"
         ) from None
     if not isinstance(values, dict):
@@ -103,7 +110,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     unsupported features.
     """
     config = read_config(folder)
-    with refused(f"{folder / CONFIG}: a value has another type than transformers writes", "copy it again"):
+    with refused(
+        f"{folder / CONFIG}: a value has another type than transformers writes", "copy it again"
+    ):
         return _parse_model_config(config, folder)
 
 
@@ -145,16 +154,21 @@ def _name_type(model: ModelConfig, model_type: str) -> ModelConfig:
     type that arranges tensors in another way.
     """
     sizes = resolve_sizes(model, 0)
-    if find_export_obstacles(sizes, 0.0) or names_of(choose_model_type(sizes)) == names_of(model_type):
+    if find_export_obstacles(sizes, 0.0) or names_of(choose_model_type(sizes)) == names_of(
+        model_type
+    ):
         return model
     return model.model_copy(update={"model_type": model_type})
 
 
 def _read_sizes(config: dict[str, Any]) -> dict[str, Any]:
     model_type = MODEL_TYPES[config["model_type"]]
-    values: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in model_type.size_keys.items()}
+    values: dict[str, Any] = {
+        ours: config.get(theirs) for ours, theirs in model_type.size_keys.items()
+    }
     if config["model_type"] == "falcon" and not is_new_falcon(config):
-        # The older architecture has one key head, or as many as query heads, whatever num_kv_heads says.
+        # The older architecture has one key head, or as many as query heads, whatever num_kv_heads
+        # says.
         values["num_kv_heads"] = 1 if config.get("multi_query", True) else None
     if values.get("num_kv_heads") is None:
         values["num_kv_heads"] = values["num_heads"]
@@ -165,7 +179,11 @@ def _read_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 def _reads_qkv_bias(config: dict[str, Any]) -> bool:
     model_type = MODEL_TYPES[config["model_type"]]
-    switches = [(key, default) for key, (names, default) in model_type.bias_keys.items() if "qkv_bias" in names]
+    switches = [
+        (key, default)
+        for key, (names, default) in model_type.bias_keys.items()
+        if "qkv_bias" in names
+    ]
     return model_type.qkv_bias or any(bool(config.get(key, default)) for key, default in switches)
 
 
@@ -176,12 +194,14 @@ def fill_sizes_from_folder(given: ModelConfig, folder: Path) -> ModelConfig:
     stored = read_model_config(folder)
     if given.preset is not None:
         raise InputError(
-            f"model.preset is {given.preset!r}, but the sizes come from model.init_from ({folder / CONFIG}); "
+            f"model.preset is {given.preset!r}, but the sizes come from model.init_from "
+            f"({folder / CONFIG}); "
             "leave model.preset out (or set it to null)"
         )
     if given.experts is not None and stored.experts is None:
         raise InputError(
-            f"model.experts is set, but the model in model.init_from has no experts ({folder / CONFIG}), and weights "
+            "model.experts is set, but the model in model.init_from has no experts "
+            f"({folder / CONFIG}), and weights "
             "of a dense model cannot become those of a mixture of experts; leave model.experts out"
         )
     _check_depths(given, folder)
@@ -190,7 +210,8 @@ def fill_sizes_from_folder(given: ModelConfig, folder: Path) -> ModelConfig:
         theirs = getattr(stored, key)
         if mine is not None and mine != theirs:
             raise InputError(
-                f"model.{key} is {mine!r}, but the model in model.init_from has {theirs!r} ({folder / CONFIG}); "
+                f"model.{key} is {mine!r}, but the model in model.init_from has {theirs!r} "
+                f"({folder / CONFIG}); "
                 f"leave model.{key} out (or set it to null)"
             )
     return given.model_copy(update={key: getattr(stored, key) for key in stored.model_fields_set})
@@ -202,6 +223,7 @@ def _check_depths(given: ModelConfig, folder: Path) -> None:
     if given.predict is not None and given.predict.depths > stored:
         cure = f"set it to {stored} or less" if stored else "leave model.predict out"
         raise InputError(
-            f"model.predict.depths is {given.predict.depths}, but the model in model.init_from has {stored} layers "
+            f"model.predict.depths is {given.predict.depths}, but the model in model.init_from has "
+            f"{stored} layers "
             f"that predict further tokens ({folder / CONFIG}); {cure}"
         )

@@ -55,7 +55,8 @@ def choose_model_type(sizes: ModelSizes) -> str:
     if obstacles := find_export_obstacles(sizes, 0.0):
         listed = "\n".join(f"  {line}" for line in obstacles)
         raise InputError(
-            "this model cannot be exported, because transformers has no model type for it among those that are "
+            "this model cannot be exported, because transformers has no model type for it among "
+            "those that are "
             f"supported here; the nearest is {model_type}:\n{listed}"
         )
     return model_type
@@ -69,7 +70,8 @@ def find_export_obstacles(sizes: ModelSizes, bias_speed: float) -> list[str]:
     obstacles = [*find_decoder_obstacles(sizes, model_type), *find_obstacles(sizes, model_type)]
     if sizes.experts is not None and bias_speed and not has_biases(model_type):
         obstacles.append(
-            f"optimizer.balance.bias_speed is {bias_speed:g}, and routers of {model_type} have no biases; 0 keeps "
+            f"optimizer.balance.bias_speed is {bias_speed:g}, and routers of {model_type} have no "
+            "biases; 0 keeps "
             "them away"
         )
     return obstacles
@@ -88,17 +90,30 @@ def _nearest_type(sizes: ModelSizes) -> str:
 
 
 def build_type_keys(sizes: ModelSizes) -> dict[str, Any]:
-    """Return the keys of a config.json that name the type, describe experts, and switch off features
-    that this model does not have. Raises InputError if no type computes this model.
+    """Return the keys of a config.json that name the type, describe experts, and switch off
+    features that this model does not have. Raises InputError if no type computes this model.
     """
     model_type = choose_model_type(sizes)
-    keys: dict[str, Any] = {"architectures": [MODEL_TYPES[model_type].architecture], "model_type": model_type}
+    keys: dict[str, Any] = {
+        "architectures": [MODEL_TYPES[model_type].architecture],
+        "model_type": model_type,
+    }
     keys |= build_mixture_keys(sizes, model_type)
     if sizes.experts is None and sizes.latent is None:
         keys |= {key: values[-1] for key, values in MODEL_TYPES[model_type].fixed.items()}
     if model_type not in WITHOUT_PAD:
         keys["pad_token_id"] = None
-    if model_type in ("qwen3", "qwen3_moe", "olmoe", DEEPSEEK, "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text"):
+    if model_type in (
+        "qwen3",
+        "qwen3_moe",
+        "olmoe",
+        DEEPSEEK,
+        "olmo2",
+        "olmo3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+    ):
         keys["attention_bias"] = False
     return keys | build_decoder_keys(sizes, model_type)
 
@@ -116,7 +131,10 @@ def find_unsupported(config: dict[str, Any]) -> Iterator[str]:
     key = model_type.size_keys.get("num_kv_heads")
     if key is not None and key not in config and not model_type.num_kv_heads_is_optional:
         yield f"{key} is missing"
-    free = {*model_type.bias_keys, *([] if model_type.rotary_factor is None else ["partial_rotary_factor"])}
+    free = {
+        *model_type.bias_keys,
+        *([] if model_type.rotary_factor is None else ["partial_rotary_factor"]),
+    }
     general = {key: allowed for key, allowed in FIXED.items() if key not in free}
     for key, allowed in {**general, **model_type.fixed}.items():
         if config.get(key) not in (None, *allowed):

@@ -15,7 +15,9 @@ OUTSIDE = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-IN_LAYER = {param.name: param.huggingface for param in BLOCK_PARAMS} | {ROUTER_BIAS: "mlp.gate.e_score_correction_bias"}
+IN_LAYER = {param.name: param.huggingface for param in BLOCK_PARAMS} | {
+    ROUTER_BIAS: "mlp.gate.e_score_correction_bias"
+}
 """Names within a layer. A name with {} is that of each expert, with the expert's number."""
 QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 
@@ -47,7 +49,9 @@ class Names:
     """Ends of the names of tensors that hold nothing which was learned."""
 
 
-GEMMA = Names({"attention_out_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"})
+GEMMA = Names(
+    {"attention_out_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
+)
 OF_TYPE = {
     "mixtral": Names(
         {

@@ -20,7 +20,11 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     in older versions.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if MODEL_TYPES[config["model_type"]].has_rope_by_layer_type and isinstance(rope, dict) and FULL in rope:
+    if (
+        MODEL_TYPES[config["model_type"]].has_rope_by_layer_type
+        and isinstance(rope, dict)
+        and FULL in rope
+    ):
         rope = rope[FULL] or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return {"rope_type": str(rope)}  # One setting per layer type, or an unknown form.
@@ -75,7 +79,9 @@ def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
     if rope.get("partial_rotary_factor") not in (None, 1.0) and not is_partial:
         yield f"partial_rotary_factor is {rope['partial_rotary_factor']!r}; allowed: 1.0"
     of_windows = config.get("rope_parameters") or {}
-    if MODEL_TYPES[config["model_type"]].has_rope_by_layer_type and isinstance(of_windows.get(SLIDING), dict):
+    if MODEL_TYPES[config["model_type"]].has_rope_by_layer_type and isinstance(
+        of_windows.get(SLIDING), dict
+    ):
         window_type = of_windows[SLIDING].get("rope_type", "default")
         if window_type != "default":
             yield f"rope_parameters.{SLIDING} has rope_type {window_type!r}; allowed: default"
@@ -86,7 +92,10 @@ def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
         return
     unused = rope.keys() - RopeScaling.model_fields.keys() - IGNORED
     if other := sorted(key for key in unused if rope[key] != NO_CHANGE.get(key, ...)):
-        yield f"rope_scaling has {', '.join(f'{key} {rope[key]!r}' for key in other)}, which is not supported here"
+        yield (
+            f"rope_scaling has {', '.join(f'{key} {rope[key]!r}' for key in other)}, which is "
+            "not supported here"
+        )
         return
     try:
         read_scaling(config)
@@ -109,15 +118,22 @@ def build_rope_settings(sizes: ModelSizes, seq_len: int, model_type: ModelType) 
     by_layer_type: dict[str, Any] = {}
     if model_type.has_rope_by_layer_type:
         window = sizes.decoder.window
-        of_windows = sizes.rope_theta if window is None or window.rope_theta is None else window.rope_theta
+        of_windows = (
+            sizes.rope_theta if window is None or window.rope_theta is None else window.rope_theta
+        )
         full = {"rope_type": "default", **(scaled or {}), "rope_theta": sizes.rope_theta}
         sliding = {"rope_type": "default", "rope_theta": of_windows}
-        by_layer_type = {"rope_parameters": {FULL: full, SLIDING: sliding}, "rope_local_base_freq": of_windows}
+        by_layer_type = {
+            "rope_parameters": {FULL: full, SLIDING: sliding},
+            "rope_local_base_freq": of_windows,
+        }
     return {
         **by_layer_type,
         model_type.theta_key: sizes.rope_theta,
         "rope_scaling": scaled,
-        "max_position_embeddings": scaling.original_length if scaling is not None and is_dynamic else seq_len,
+        "max_position_embeddings": scaling.original_length
+        if scaling is not None and is_dynamic
+        else seq_len,
     }
 
 

@@ -52,7 +52,9 @@ class Export:
     """Ids with which the model ends a text. Empty: the tokenizer's eos."""
 
 
-def save_model(tensors: Mapping[str, Tensor], export: Export, out: Path, *, overwrite: bool = False) -> None:
+def save_model(
+    tensors: Mapping[str, Tensor], export: Export, out: Path, *, overwrite: bool = False
+) -> None:
     """Write full fp32 tensors, named as here, and all other files that `transformers` needs into
     the folder `out`.
 
@@ -69,14 +71,23 @@ def save_model(tensors: Mapping[str, Tensor], export: Export, out: Path, *, over
     try:
         partial.mkdir(parents=True)
         _write_weights(tensors, export, layout, partial)
-        bos_id, eos_id = write_tokenizer((export.tokenizer, export.eos, export.bos), partial, export.seq_len)
+        bos_id, eos_id = write_tokenizer(
+            (export.tokenizer, export.eos, export.bos), partial, export.seq_len
+        )
         bos_id = bos_id if export.bos_id is None else export.bos_id
         eos_ids = export.eos_ids or (eos_id,)
-        _write_json(partial / CONFIG, build_config_json(export.sizes, export.seq_len, export.dtype, bos_id, eos_ids))
-        _write_json(partial / GENERATION, {"bos_token_id": bos_id, "eos_token_id": one_or_list(eos_ids)})
+        _write_json(
+            partial / CONFIG,
+            build_config_json(export.sizes, export.seq_len, export.dtype, bos_id, eos_ids),
+        )
+        _write_json(
+            partial / GENERATION, {"bos_token_id": bos_id, "eos_token_id": one_or_list(eos_ids)}
+        )
         _move_into_place(partial, out)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{out}: cannot be written: {error}; give a folder on a disk with room") from error
+        raise InputError(
+            f"{out}: cannot be written: {error}; give a folder on a disk with room"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -86,14 +97,21 @@ def check_target(out: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise InputError(f"{out} exists; choose another folder, or give --overwrite to replace an export")
+        raise InputError(
+            f"{out} exists; choose another folder, or give --overwrite to replace an export"
+        )
     known = {CONFIG, GENERATION, INDEX, TOKENIZER, *COMPANIONS}
     if not out.is_dir() or out.is_symlink():
         raise InputError(f"{out} is not a folder and will not be overwritten; choose another")
-    others = sorted(path.name for path in out.iterdir() if path.name not in known and not OURS.fullmatch(path.name))
+    others = sorted(
+        path.name
+        for path in out.iterdir()
+        if path.name not in known and not OURS.fullmatch(path.name)
+    )
     if others:
         raise InputError(
-            f"{out} holds files that are not part of an export ({', '.join(others[:8])}), and will not be overwritten; "
+            f"{out} holds files that are not part of an export ({', '.join(others[:8])}), and will "
+            "not be overwritten; "
             "choose another folder"
         )
 
@@ -110,13 +128,17 @@ def _with_biases(tensors: Mapping[str, Tensor], layout: FileLayout) -> dict[str,
     if any(bias.any() for bias in biases.values()):
         largest = max(float(bias.abs().max()) for bias in biases.values())
         raise InputError(
-            f"this model cannot be exported: biases chose its experts (up to {largest:.3g}), and {layout.model_type} "
-            "has none; train with optimizer.balance.bias_speed=0 to get a model that can be exported"
+            f"this model cannot be exported: biases chose its experts (up to {largest:.3g}), and "
+            f"{layout.model_type} "
+            "has none; train with optimizer.balance.bias_speed=0 to get a model that can be "
+            "exported"
         )
     return params
 
 
-def _write_weights(tensors: Mapping[str, Tensor], export: Export, layout: FileLayout, folder: Path) -> None:
+def _write_weights(
+    tensors: Mapping[str, Tensor], export: Export, layout: FileLayout, folder: Path
+) -> None:
     """Write one file, or several and an index. Tensors are converted one file at a time to save
     memory.
     """
@@ -126,11 +148,15 @@ def _write_weights(tensors: Mapping[str, Tensor], export: Export, layout: FileLa
     # Use the meta device, because only the sizes are needed.
     shapes = {
         theirs: torch.empty(
-            layout.shape(name, tuple(tensors[name].shape)), dtype=_stored_dtype(name, export), device="meta"
+            layout.shape(name, tuple(tensors[name].shape)),
+            dtype=_stored_dtype(name, export),
+            device="meta",
         )
         for theirs, name in ours.items()
     }
-    split = huggingface_hub.split_torch_state_dict_into_shards(shapes, max_shard_size=export.shard_bytes)
+    split = huggingface_hub.split_torch_state_dict_into_shards(
+        shapes, max_shard_size=export.shard_bytes
+    )
     for file, names in split.filename_to_tensors.items():
         stored = {}
         for theirs in names:
@@ -141,7 +167,9 @@ def _write_weights(tensors: Mapping[str, Tensor], export: Export, layout: FileLa
             stored[theirs] = arranged.clone() if theirs in layout.copies else arranged
         save_file(stored, folder / file, {"format": "pt"})
     if split.is_sharded:
-        _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+        _write_json(
+            folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        )
 
 
 def _stored_dtype(name: str, export: Export) -> torch.dtype:

@@ -6,7 +6,12 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from inner.data.tokenizer import MAX_TOKENIZER_BYTES, BytesTokenizer, build_tokenizer, tokenizer_folder
+from inner.data.tokenizer import (
+    MAX_TOKENIZER_BYTES,
+    BytesTokenizer,
+    build_tokenizer,
+    tokenizer_folder,
+)
 from inner.data.vocabulary.ends import TOKENIZER_CONFIG, read_beside, token_name
 from inner.data.vocabulary.library import LibraryTokenizer
 from inner.foreign.files import read_file
@@ -18,7 +23,9 @@ BYTE_SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_0|>", "<|re
 """Ids 256 to 259 of the byte tokenizer."""
 
 
-def write_tokenizer(choice: tuple[str, str | None, str | None], folder: Path, seq_len: int) -> tuple[int | None, int]:
+def write_tokenizer(
+    choice: tuple[str, str | None, str | None], folder: Path, seq_len: int
+) -> tuple[int | None, int]:
     """Write a tokenizer and return (bos id or None, eos id). Raises InputError if it cannot be
     loaded.
 
@@ -48,11 +55,15 @@ def _say_ends(folder: Path, tokenizer: LibraryTokenizer) -> int | None:
     of bos, or None.
     """
     told = read_beside(folder)
-    ends: dict[str, object] = {} if token_name(told, "eos_token") == tokenizer.eos else {"eos_token": tokenizer.eos}
+    ends: dict[str, object] = (
+        {} if token_name(told, "eos_token") == tokenizer.eos else {"eos_token": tokenizer.eos}
+    )
     if tokenizer.bos is not None:
         ends |= {"bos_token": tokenizer.bos, "add_bos_token": True}
     if ends:
-        (folder / TOKENIZER_CONFIG).write_text(json.dumps(told | ends, indent=2) + "\n", encoding="utf-8")
+        (folder / TOKENIZER_CONFIG).write_text(
+            json.dumps(told | ends, indent=2) + "\n", encoding="utf-8"
+        )
     bos = token_name(told | ends, "bos_token")
     return None if bos is None else tokenizer.token_id(bos)
 
@@ -65,7 +76,9 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in BYTE_SPECIALS])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in BYTE_SPECIALS]
+    )
     return tokenizer
 
 

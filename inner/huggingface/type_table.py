@@ -95,11 +95,22 @@ MODEL_TYPES = {
         "LlamaForCausalLM",
         needs_whole_heads=True,
         num_kv_heads_is_optional=True,
-        bias_keys={"attention_bias": (("qkv_bias", "out_bias"), False), "mlp_bias": (("ffn_bias",), False)},
+        bias_keys={
+            "attention_bias": (("qkv_bias", "out_bias"), False),
+            "mlp_bias": (("ffn_bias",), False),
+        },
     ),
     "mistral": ModelType("MistralForCausalLM", window_layers="all", sliding_window=4096),
-    "qwen2": ModelType("Qwen2ForCausalLM", qkv_bias=True, slides_by_default=False, window_layers="listed"),
-    "qwen3": ModelType("Qwen3ForCausalLM", qk_norm=True, head_dim=128, slides_by_default=False, window_layers="listed"),
+    "qwen2": ModelType(
+        "Qwen2ForCausalLM", qkv_bias=True, slides_by_default=False, window_layers="listed"
+    ),
+    "qwen3": ModelType(
+        "Qwen3ForCausalLM",
+        qk_norm=True,
+        head_dim=128,
+        slides_by_default=False,
+        window_layers="listed",
+    ),
     "qwen3_moe": ModelType(
         "Qwen3MoeForCausalLM",
         qk_norm=True,
@@ -203,7 +214,10 @@ MODEL_TYPES = {
         ties=True,
         num_kv_heads_is_optional=True,
         no_rope_every=4,
-        bias_keys={"attention_bias": (("qkv_bias", "out_bias"), False), "mlp_bias": (("ffn_bias",), False)},
+        bias_keys={
+            "attention_bias": (("qkv_bias", "out_bias"), False),
+            "mlp_bias": (("ffn_bias",), False),
+        },
         fixed={"use_sliding_window": (False,)},
     ),
     "gpt_neox": ModelType(
@@ -228,7 +242,13 @@ MODEL_TYPES = {
         size_keys={**GPT2_SIZES, "vocab_size": "vocab_size"},
         length_key="n_positions",
         activation_key="activation_function",
-        decoder={"norm": "layer", "gated": False, "out_bias": True, "ffn_bias": True, "positions": "learned"},
+        decoder={
+            "norm": "layer",
+            "gated": False,
+            "out_bias": True,
+            "ffn_bias": True,
+            "positions": "learned",
+        },
         fixed={
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
@@ -270,8 +290,18 @@ MODEL_TYPES = {
         size_keys={**MPT_SIZES, "vocab_size": "vocab_size"},
         length_key="max_seq_len",
         activation_key=None,
-        decoder={"norm": "layer_unbiased", "gated": False, "activation": "gelu", "positions": "alibi"},
-        fixed={"logit_scale": (None,), "no_bias": (True,), "embedding_fraction": (1.0,), "expansion_ratio": (4,)},
+        decoder={
+            "norm": "layer_unbiased",
+            "gated": False,
+            "activation": "gelu",
+            "positions": "alibi",
+        },
+        fixed={
+            "logit_scale": (None,),
+            "no_bias": (True,),
+            "embedding_fraction": (1.0,),
+            "expansion_ratio": (4,),
+        },
     ),
 }
 FIXED: dict[str, tuple[Any, ...]] = {

@@ -37,7 +37,12 @@ class ActivationMemory:
         if recompute == "full":
             return self.stream + (kept_choices(self.work) if has_experts else 0)
         if recompute == "selective":
-            return self.stream + self._attention.products + feed_forward.products + self._gathered(has_experts)
+            return (
+                self.stream
+                + self._attention.products
+                + feed_forward.products
+                + self._gathered(has_experts)
+            )
         outside = self._outside_halves + feed_forward.kept
         return outside if recompute == "attention" else outside + self._attention.kept
 
@@ -49,8 +54,13 @@ class ActivationMemory:
         if decoder.parallel == "one_norm":
             # Attention and feed-forward have the same input, which counts with the latter.
             return self.stream_norm if self.work.degrees.tp == 1 else self.stream_norm + inputs
-        # The two norms of a parallel block have the same input, unless each keeps an fp32 copy of it.
-        is_copied = self.device_type == "cpu" and self.work.compute_itemsize < FP32 and not decoder.has_layer_norm
+        # The two norms of a parallel block have the same input, unless each keeps an fp32 copy of
+        # it.
+        is_copied = (
+            self.device_type == "cpu"
+            and self.work.compute_itemsize < FP32
+            and not decoder.has_layer_norm
+        )
         shared = self.stream * (decoder.parallel == "two_norms" and not is_copied)
         return decoder.num_norms * self.stream_norm + inputs - shared
 
@@ -67,8 +77,9 @@ class ActivationMemory:
 
     @property
     def joint(self) -> int:
-        """Bytes that the block of an extra depth keeps beside those of a layer: the embedded tokens, and
-        unless they are recomputed three norms and the input of their matrix, which is twice as wide.
+        """Bytes that the block of an extra depth keeps beside those of a layer: the embedded
+        tokens, and unless they are recomputed three norms and the input of their matrix, which is
+        twice as wide.
         """
         if self.work.parallel.recompute in ("selective", "full"):
             return self.stream
@@ -107,8 +118,8 @@ class ActivationMemory:
         return feed_forward_memory(self.work, has_experts)
 
     def _gathered(self, has_experts: bool) -> int:
-        """Return the bytes of the stream that selective recomputation keeps, because tensor parallelism
-        gathers it before each pair of matrices, and scatters it after.
+        """Return the bytes of the stream that selective recomputation keeps, because tensor
+        parallelism gathers it before each pair of matrices, and scatters it after.
         """
         work = self.work
         if work.degrees.tp == 1:

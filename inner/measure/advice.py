@@ -13,7 +13,9 @@ from inner.optim.state_bytes import StateBytes
 from inner.parallel.layout_check import check_layout
 
 
-def advice(work: Workload, optimizer: str | StateBytes, limit_bytes: int, device_type: str = "cuda") -> str:
+def advice(
+    work: Workload, optimizer: str | StateBytes, limit_bytes: int, device_type: str = "cuda"
+) -> str:
     """Return a text that says whether an inner step fits into each rank's memory, or else the
     cheapest single change that helps.
     """
@@ -22,7 +24,10 @@ def advice(work: Workload, optimizer: str | StateBytes, limit_bytes: int, device
     if fullest.peak <= limit_bytes:
         return f"{verdict}: it fits"
     parts = {name: getattr(fullest, name) for name in MEMORY_PARTS}
-    most = ", ".join(f"{name} {_gb(parts[name])}" for name in sorted(MEMORY_PARTS, key=lambda name: -parts[name])[:3])
+    most = ", ".join(
+        f"{name} {_gb(parts[name])}"
+        for name in sorted(MEMORY_PARTS, key=lambda name: -parts[name])[:3]
+    )
     needs = {
         text: max(memory.peak for memory in estimate_memory(changed, optimizer, device_type))
         for text, changed in _changes(work)
@@ -35,7 +40,10 @@ def advice(work: Workload, optimizer: str | StateBytes, limit_bytes: int, device
     if not helping:
         return f"{verdict} ({most}); no single change reduces it; use more ranks or a smaller model"
     tried = ", ".join(f"{text} ({_gb(need)})" for need, text in helping)
-    return f"{verdict} ({most}); no single change is enough, the best are {tried}; combine them or use more ranks"
+    return (
+        f"{verdict} ({most}); no single change is enough, the best are {tried}; combine them "
+        "or use more ranks"
+    )
 
 
 def _can_run(work: Workload) -> bool:
@@ -57,7 +65,9 @@ def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
         return replace(work, parallel=parallel.model_copy(update=changes))
 
     def move_ranks(axis: str, other: str) -> Workload:
-        moved = replace(degrees, **{axis: getattr(degrees, axis) * 2, other: getattr(degrees, other) // 2})
+        moved = replace(
+            degrees, **{axis: getattr(degrees, axis) * 2, other: getattr(degrees, other) // 2}
+        )
         # With fewer data ranks, each of them has more sequences to read.
         times = degrees.num_data_ranks // moved.num_data_ranks
         return replace(work, degrees=moved, num_micro_batches=work.num_micro_batches * times)
@@ -72,13 +82,19 @@ def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
     elif degrees.pp == 1 and not work.frees_after_forward:
         yield "island.parallel.zero=3", with_parallel(zero=3)
     if degrees.dp_replicate % 2 == 0:
-        yield f"island.mesh.dp_replicate={degrees.dp_replicate // 2}", move_ranks("dp_shard", "dp_replicate")
+        yield (
+            f"island.mesh.dp_replicate={degrees.dp_replicate // 2}",
+            move_ranks("dp_shard", "dp_replicate"),
+        )
     if parallel.loss_chunk > 1024:
         yield "island.parallel.loss_chunk=1024", with_parallel(loss_chunk=1024)
     if work.micro_batch % 2 == 0:
         fewer = work.micro_batch // 2
         more = work.num_micro_batches * 2
-        yield f"island.micro_batch={fewer}", replace(work, micro_batch=fewer, num_micro_batches=more)
+        yield (
+            f"island.micro_batch={fewer}",
+            replace(work, micro_batch=fewer, num_micro_batches=more),
+        )
     for recompute in ("attention", "selective", "full"):
         if recompute != parallel.recompute:
             yield f"island.parallel.recompute={recompute}", with_parallel(recompute=recompute)

@@ -17,7 +17,9 @@ def bigram_loss(train: Tokens, heldout: Tokens, vocab_size: int) -> float:
     A smoothing constant is added to the count of every pair. The best of a few constants is chosen
     on the held-out text itself, so the baseline is rather too good than too bad.
     """
-    assert vocab_size <= MAX_VOCAB_SIZE, f"a bigram table of {vocab_size} x {vocab_size} is too large"
+    assert vocab_size <= MAX_VOCAB_SIZE, (
+        f"a bigram table of {vocab_size} x {vocab_size} is too large"
+    )
     seen = _pair_counts(train, vocab_size)
     heldout_counts = _pair_counts(heldout, vocab_size)
     return min(_loss(seen + smoothing, heldout_counts) for smoothing in SMOOTHINGS)
@@ -33,5 +35,7 @@ def _pair_counts(tokens: Tokens, vocab_size: int) -> np.ndarray:
     counts = np.zeros(vocab_size * vocab_size, dtype=np.float64)
     for start in range(0, len(tokens) - 1, TOKENS_PER_COUNT):
         block = tokens[start : start + TOKENS_PER_COUNT + 1].astype(np.int64)
-        counts += np.bincount(block[:-1] * vocab_size + block[1:], minlength=vocab_size * vocab_size)
+        counts += np.bincount(
+            block[:-1] * vocab_size + block[1:], minlength=vocab_size * vocab_size
+        )
     return counts.reshape(vocab_size, vocab_size)

@@ -1,8 +1,8 @@
 """Activations of the two halves of a layer, attention and feed-forward, in bytes per rank. No torch
 here.
 
-The figures follow the saved tensors of inner/model: transformer.py, latent_attention.py, experts.py,
-router.py and balance.py. A change there needs a change here.
+The figures follow the saved tensors of inner/model: transformer.py, latent_attention.py,
+experts.py, router.py and balance.py. A change there needs a change here.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,9 @@ def input_bytes(work: Workload) -> int:
 def attention_memory(work: Workload, device_type: str) -> HalfMemory:
     """Return the memory of a layer's attention."""
     row_sums = FP32 * work.q_numel // work.sizes.head_dim
-    num_kernels = min(work.degrees.cp, 3) if work.parallel.context == "all_gather" else work.degrees.cp
+    num_kernels = (
+        min(work.degrees.cp, 3) if work.parallel.context == "all_gather" else work.degrees.cp
+    )
     kernels = num_kernels * (work.compute_itemsize * work.q_numel + row_sums)
     # Ulysses keeps the result of attention both before and after the exchange.
     results = 2 if work.degrees.cp > 1 and work.parallel.context == "ulysses" else 1
@@ -74,7 +76,9 @@ def _kept_by_head_norms(work: Workload, device_type: str) -> int:
     if not work.sizes.qk_norm:
         return 0
     numels = work.q_numel, work.kv_numel
-    return sum(norm_bytes(work, device_type, numel, numel // work.sizes.head_dim) for numel in numels)
+    return sum(
+        norm_bytes(work, device_type, numel, numel // work.sizes.head_dim) for numel in numels
+    )
 
 
 def _projected(work: Workload) -> tuple[int, int]:
@@ -86,8 +90,8 @@ def _projected(work: Workload) -> tuple[int, int]:
 
 
 def _kept_by_latent(work: Workload, device_type: str) -> int:
-    """Return what latent attention keeps beside queries, keys, padded values and results: the narrow
-    vectors and their norms, and results without the padding.
+    """Return what latent attention keeps beside queries, keys, padded values and results: the
+    narrow vectors and their norms, and results without the padding.
     """
     latent = work.sizes.latent
     assert latent is not None, "ordinary attention has no narrow vectors"
@@ -110,7 +114,9 @@ def _projected_by_latent(work: Workload) -> tuple[int, int]:
     assert latent is not None, "ordinary attention has no narrow vectors"
     params = block_params(work.sizes, has_experts=False)
     inputs = [param for param in params if param.module.startswith("attention.") and param.is_input]
-    projected = work.tokens * sum(param.rank_shape(work.sizes, work.degrees.tp)[0] for param in inputs)
+    projected = work.tokens * sum(
+        param.rank_shape(work.sizes, work.degrees.tp)[0] for param in inputs
+    )
     return projected, projected + work.tokens * ((latent.q_rank or 0) + latent.kv_rank)
 
 
@@ -121,7 +127,8 @@ def feed_forward_memory(work: Workload, has_experts: bool) -> HalfMemory:
     inputs = input_bytes(work)
     hidden = work.compute_itemsize * work.tokens * -(-work.sizes.ffn_dim // work.degrees.tp)
     down = work.compute_itemsize * work.sizes.dim * -(-work.sizes.ffn_dim // work.degrees.tp)
-    # It keeps four hidden tensors: gate, its SiLU, up, and their product; without a gate up and its GELU.
+    # It keeps four hidden tensors: gate, its SiLU, up, and their product; without a gate up and its
+    # GELU.
     is_gated = work.sizes.decoder.gated
     num_products = 2 if is_gated else 1
     return HalfMemory(
@@ -135,9 +142,9 @@ def feed_forward_memory(work: Workload, has_experts: bool) -> HalfMemory:
 def _mixture_memory(work: Workload) -> HalfMemory:
     """Return the memory of a mixture of experts.
 
-    Every token has a row for each of its experts. A rank has `per_token` rows for each of the tokens
-    that it routes. If ranks exchange rows, its experts compute as many, or more if routers prefer
-    them.
+    Every token has a row for each of its experts. A rank has `per_token` rows for each of the
+    tokens that it routes. If ranks exchange rows, its experts compute as many, or more if routers
+    prefer them.
     """
     experts = work.sizes.experts
     assert experts is not None, "the layer has experts"
@@ -151,12 +158,18 @@ def _mixture_memory(work: Workload) -> HalfMemory:
     results = FP32 * work.num_rows * work.sizes.dim
     logits = FP32 * work.routed_tokens * experts.number
     travels = work.degrees.ep > 1
-    kept = _inputs_of_mixture(work) + _kept_by_router(work) + rows + 4 * hidden + results + 4 * shared
+    kept = (
+        _inputs_of_mixture(work) + _kept_by_router(work) + rows + 4 * hidden + results + 4 * shared
+    )
     kept += 2 * INDEX * work.num_arriving_rows * travels
-    weights = sum(param.numel(work.sizes) for param in block_params(work.sizes, has_experts=True) if param.is_stacked)
-    # First the gradients of weighted results, and their products with the results, exist in fp32. At
-    # the end the gradients of the experts' weights exist, and those of the rows, which are added up
-    # in fp32.
+    weights = sum(
+        param.numel(work.sizes)
+        for param in block_params(work.sizes, has_experts=True)
+        if param.is_stacked
+    )
+    # First the gradients of weighted results, and their products with the results, exist in fp32.
+    # At the end the gradients of the experts' weights exist, and those of the rows, which are added
+    # up in fp32.
     at_start = 2 * results + inputs + 2 * shared
     in_fp32 = results if itemsize < FP32 else 0
     of_weights = itemsize * weights // work.degrees.ep
@@ -179,8 +192,8 @@ def _mixture_memory(work: Workload) -> HalfMemory:
 def _inputs_of_mixture(work: Workload) -> int:
     """Return the bytes of a layer's input that its router and its shared experts keep.
 
-    The router keeps it in fp32, at the positions that the rank routes. That is the layer's own input
-    if that is fp32 and the rank routes all of its positions.
+    The router keeps it in fp32, at the positions that the rank routes. That is the layer's own
+    input if that is fp32 and the rank routes all of its positions.
     """
     experts = work.sizes.experts
     assert experts is not None, "the layer has experts"
@@ -190,8 +203,8 @@ def _inputs_of_mixture(work: Workload) -> int:
 
 
 def kept_choices(work: Workload) -> int:
-    """Return the bytes of a router's decision. A repeated forward does not decide anew, so it is kept
-    whatever is recomputed.
+    """Return the bytes of a router's decision. A repeated forward does not decide anew, so it is
+    kept whatever is recomputed.
     """
     experts = work.sizes.experts
     assert experts is not None, "the layer has experts"
@@ -201,7 +214,9 @@ def kept_choices(work: Workload) -> int:
 
 
 def _kept_by_router(work: Workload) -> int:
-    """Return the bytes of scores, of the chosen experts, of the order of the rows, and of weights."""
+    """Return the bytes of scores, of the chosen experts, of the order of the rows, and of
+    weights.
+    """
     experts = work.sizes.experts
     assert experts is not None, "the layer has experts"
     num_rows = work.num_rows

@@ -70,12 +70,20 @@ class BucketGradients:
     def after(self, num_layers: int) -> int:
         layers = self.stage.layers
         done = layers[len(layers) - num_layers :]
-        groups = [group for layer in done for group in self.work.layer_groups(self.work.sizes.has_experts(layer))]
+        groups = [
+            group
+            for layer in done
+            for group in self.work.layer_groups(self.work.sizes.has_experts(layer))
+        ]
         return self._begun(self._ends + FP32 * sum(group.numel for group in groups))
 
     @property
     def at_end(self) -> int:
-        last = self.work.root(self.stage) if self.work.sizes.tie_embeddings else self.work.embedding(self.stage)
+        last = (
+            self.work.root(self.stage)
+            if self.work.sizes.tie_embeddings
+            else self.work.embedding(self.stage)
+        )
         return sum(self.work.gradient_buckets(self.stage)) + self._own(last)
 
     @property
@@ -91,7 +99,9 @@ class BucketGradients:
         return FP32 * (self.work.sizes.dim + table) * self.stage.is_last
 
     def _begun(self, done: int) -> int:
-        """Return the bytes of the buckets that have memory when gradients of `done` bytes are complete."""
+        """Return the bytes of the buckets that have memory when gradients of `done` bytes are
+        complete.
+        """
         buckets = self.work.gradient_buckets(self.stage)
         if self.number > 0:
             return sum(buckets)
@@ -144,7 +154,9 @@ class GroupGradients:
     def at_end(self) -> int:
         """Bytes when the last gradients have been computed."""
         last, other = self._ends
-        return self._of_layers(len(self.stage.layers)) + self._done(other) + self._in_reduction(last)
+        return (
+            self._of_layers(len(self.stage.layers)) + self._done(other) + self._in_reduction(last)
+        )
 
     @property
     def all_at_once(self) -> int:
@@ -181,7 +193,11 @@ class GroupGradients:
         """Whether new gradients are separate tensors in the compute dtype, and not added to the
         fp32 gradients at once.
         """
-        return self.number == 0 or self.work.reduces_each_micro_batch or self.work.compute_itemsize < FP32
+        return (
+            self.number == 0
+            or self.work.reduces_each_micro_batch
+            or self.work.compute_itemsize < FP32
+        )
 
     @property
     def _kept_buffer(self) -> int:
@@ -225,19 +241,25 @@ class GroupGradients:
         if not self._is_reduced:
             return max(self._left(group) + self._own(group), self._done(group))
         if self._left(group) and not self.work.reduces_each_micro_batch:
-            own = self._left(group)  # Earlier micro-batches have left whole gradients, which are reduced now.
+            own = self._left(
+                group
+            )  # Earlier micro-batches have left whole gradients, which are reduced now.
             return FP32 * group.numel + own
         shard = FP32 * group.shard_numel
         # FSDP holds the last gradient of a group until the group is reduced. For an untied table
         # this is nearly the whole group.
-        own = max(self._own(group) - shard, 0) if self.work.sizes.tie_embeddings else self._own(group)
+        own = (
+            max(self._own(group) - shard, 0) if self.work.sizes.tie_embeddings else self._own(group)
+        )
         return self._left(group) + FP32 * group.numel + own + shard
 
     def _of_layers(self, num_done: int) -> int:
         """Return the bytes when the last `num_done` layers of the stage are done."""
         layers = self.stage.layers
         border = len(layers) - num_done
-        return self._of_kinds(layers[border:], self._done) + self._of_kinds(layers[:border], self._left)
+        return self._of_kinds(layers[border:], self._done) + self._of_kinds(
+            layers[:border], self._left
+        )
 
     def _of_kinds(self, layers: range, size_of: Callable[[FsdpParamGroup], int]) -> int:
         """Return the bytes of all groups of some layers."""

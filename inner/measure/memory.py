@@ -37,13 +37,18 @@ class MemoryEstimate:
     occur at different times."""
 
 
-def estimate_memory(work: Workload, optimizer: str | StateBytes, device_type: str = "cuda") -> list[MemoryEstimate]:
+def estimate_memory(
+    work: Workload, optimizer: str | StateBytes, device_type: str = "cuda"
+) -> list[MemoryEstimate]:
     """Return the memory of the fullest rank of each coordinate on pp. `optimizer`: its
     name in the config, or the bytes that it keeps per element.
     """
     activations = ActivationMemory(work, device_type)
     kept = STATE_BYTES[optimizer] if isinstance(optimizer, str) else optimizer
-    return [_estimate_rank(_Rank(work, activations, pp_rank), kept) for pp_rank in range(work.degrees.pp)]
+    return [
+        _estimate_rank(_Rank(work, activations, pp_rank), kept)
+        for pp_rank in range(work.degrees.pp)
+    ]
 
 
 def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
@@ -75,7 +80,9 @@ def optimizer_bytes(work: Workload, stages: list[Stage], optimizer: StateBytes) 
     in_matrices = 0
     for has_experts, count in work.layer_kinds(stages):
         for group in work.layer_groups(has_experts):
-            matrices = FsdpParamGroup(tuple(s for s in group.all_shapes if s[1] > 1), num_shards=group.num_shards)
+            matrices = FsdpParamGroup(
+                tuple(s for s in group.all_shapes if s[1] > 1), num_shards=group.num_shards
+            )
             in_matrices += count * matrices.shard_numel
     return optimizer.block_matrix * in_matrices + optimizer.other * (num_elements - in_matrices)
 
@@ -117,8 +124,8 @@ class _Rank:
         """Bytes of gathered weights. With ZeRO-3: the root, the current block and the prefetched
         next block; otherwise all stages.
 
-        Without FSDP nothing is gathered. A rank then has copies in the compute dtype, or no copies if the
-        masters have that dtype.
+        Without FSDP nothing is gathered. A rank then has copies in the compute dtype, or no copies
+        if the masters have that dtype.
         """
         work = self.work
         if not work.uses_fsdp:
@@ -133,8 +140,12 @@ class _Rank:
             if not work.frees_after_forward:
                 return work.compute_bytes(self.groups) + buffer
             blocks = self._gathered_blocks(2 if is_sharded else 1)
-            return max(root + max(blocks, buffer), work.compute_bytes([work.embedding(self.stages[0])]))
-        by_stage = sorted((work.compute_bytes(work.param_groups(stage)) for stage in self.stages), reverse=True)
+            return max(
+                root + max(blocks, buffer), work.compute_bytes([work.embedding(self.stages[0])])
+            )
+        by_stage = sorted(
+            (work.compute_bytes(work.param_groups(stage)) for stage in self.stages), reverse=True
+        )
         most = len(by_stage) if work.parallel.schedule in ONE_STAGE_PER_RANK else MANAGED_STAGES
         return sum(by_stage[:most])
 
@@ -162,7 +173,9 @@ class _Rank:
         return max(self._in_a_row(layer, most) for layer in range(self.work.sizes.num_layers))
 
     def _in_a_row(self, last: int, most: int) -> int:
-        """Return the bytes of the weights of at most this many layers, the last of which is given."""
+        """Return the bytes of the weights of at most this many layers, the last of which is
+        given.
+        """
         return sum(
             self.work.compute_bytes(self.work.layer_groups(self.work.sizes.has_experts(layer)))
             for layer in range(max(0, last - most + 1), last + 1)
@@ -174,7 +187,11 @@ class _Rank:
         gradient of its output.
         """
         num_streams = sum(2 * (not stage.is_first) + (not stage.is_last) for stage in self.stages)
-        return self.activations.stream * self.work.num_micro_batches * num_streams if self.work.degrees.pp > 1 else 0
+        return (
+            self.activations.stream * self.work.num_micro_batches * num_streams
+            if self.work.degrees.pp > 1
+            else 0
+        )
 
     def _kept(self, stage: Stage) -> int:
         """Return the bytes of one micro-batch's activations in one stage, without the pipeline
@@ -183,11 +200,15 @@ class _Rank:
         total = self._of_layers(stage.layers)
         total += TOKEN_IDS * self.work.tokens * (stage.is_first or stage.is_last)
         if stage.is_last:
-            total += self.activations.stream_norm + self.work.sizes.num_depths * self.activations.joint
+            total += (
+                self.activations.stream_norm + self.work.sizes.num_depths * self.activations.joint
+            )
         elif self.work.stage_ranks[stage.index + 1] != self.pp_rank:
             # An output that was sent is kept until its gradient returns.
             total += self.activations.stream
-        return total - self.activations.stream * (not stage.is_first and self.activations.keeps_input)
+        return total - self.activations.stream * (
+            not stage.is_first and self.activations.keeps_input
+        )
 
     def snapshots(self) -> list[_Snapshot]:
         """Return the memory at all points of a step at which it may be at its peak."""
@@ -198,32 +219,46 @@ class _Rank:
         snapshots: list[_Snapshot] = []
         for action in self.work.orders[self.pp_rank]:
             stage = stages[action.stage]
-            held = {index: stage_gradients(self.work, stages[index], number) for index, number in num_backwards.items()}
+            held = {
+                index: stage_gradients(self.work, stages[index], number)
+                for index, number in num_backwards.items()
+            }
             gradients = sum(each.before for each in held.values())
             if action.kind == "forward":
                 kept += self._kept(stage)
                 in_loss = losses * loss.kept + loss.forward * stage.is_last
-                snapshots.append(_Snapshot(kept, gradients, in_loss, not_gathered=self._not_gathered(None)))
+                snapshots.append(
+                    _Snapshot(kept, gradients, in_loss, not_gathered=self._not_gathered(None))
+                )
                 losses += stage.is_last
                 continue
             now = _Snapshot(kept, gradients, losses * loss.kept)
             new = held[action.stage]
             if action.kind != "weight_backward":
-                snapshots += self._backward(stage, now, None if action.kind == "input_backward" else new)
+                snapshots += self._backward(
+                    stage, now, None if action.kind == "input_backward" else new
+                )
             if action.kind != "backward":
                 kinds = self.work.layer_kinds([stage])
-                split = sum(count * self.activations.split_backward(has_experts) for has_experts, count in kinds)
+                split = sum(
+                    count * self.activations.split_backward(has_experts)
+                    for has_experts, count in kinds
+                )
                 split += loss.kept * stage.is_last
                 kept += split if action.kind == "input_backward" else -split
             if action.kind != "input_backward":
                 kept -= self._kept(stage)
                 losses -= stage.is_last
                 num_backwards[action.stage] += 1
-            at_end = {"backward": new.at_end, "weight_backward": new.all_at_once}.get(action.kind, new.before)
+            at_end = {"backward": new.at_end, "weight_backward": new.all_at_once}.get(
+                action.kind, new.before
+            )
             snapshots.append(_Snapshot(kept, gradients - new.before + at_end, losses * loss.kept))
         return snapshots
 
-    def _backward(self, stage: Stage, now: _Snapshot, new: StageGradients | None) -> list[_Snapshot]:
+    def _backward(
+        self, stage: Stage, now: _Snapshot, new: StageGradients | None
+    ) -> list[_Snapshot]:
         """Return snapshots of a backward: at the loss, then at each layer from the last to the
         first.
 

@@ -16,7 +16,10 @@ def param_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
     outside = [ParamSpec(name, shape) for name, shape in sizes.outside_params.items()]
     num_before = next(number for number, spec in enumerate(outside) if spec.name == "norm.weight")
     specs = outside[:num_before]
-    blocks = {has_experts: _block_specs(sizes, has_experts) for has_experts in (False, sizes.experts is not None)}
+    blocks = {
+        has_experts: _block_specs(sizes, has_experts)
+        for has_experts in (False, sizes.experts is not None)
+    }
     of_depth = _block_specs(sizes, sizes.experts is not None, predicts=True)
     for layer in sizes.all_layers:
         block = of_depth if layer in sizes.predicting_layers else blocks[sizes.has_experts(layer)]
@@ -31,26 +34,33 @@ def averaged_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
     if sizes.experts is None:
         return param_specs(sizes)
     shape = (sizes.experts.number,)
-    biases = [ParamSpec(f"{router_bias_name(layer)}@buffer", shape) for layer in sizes.expert_layers]
+    biases = [
+        ParamSpec(f"{router_bias_name(layer)}@buffer", shape) for layer in sizes.expert_layers
+    ]
     return (*param_specs(sizes), *biases)
 
 
-def _block_specs(sizes: ModelSizes, has_experts: bool, *, predicts: bool = False) -> list[tuple[str, tuple[int, ...]]]:
+def _block_specs(
+    sizes: ModelSizes, has_experts: bool, *, predicts: bool = False
+) -> list[tuple[str, tuple[int, ...]]]:
     """Return name and shape of the parameters of a block. Each expert's matrix is a parameter."""
     specs: list[tuple[str, tuple[int, ...]]] = []
     for param in block_params(sizes, has_experts=has_experts, predicts=predicts):
         shape = param.shape(sizes)
         if param.is_stacked:
-            specs += [(expert_name(param.name, number), shape) for number in range(param.num_copies(sizes))]
+            specs += [
+                (expert_name(param.name, number), shape)
+                for number in range(param.num_copies(sizes))
+            ]
         else:
             specs.append((param.name, shape))
     return specs
 
 
 def num_active(sizes: ModelSizes) -> int:
-    """Return the number of parameters that one token uses, with embedding and head, and without extra
-    depths, which only training uses. It is the number of all other parameters, unless the model is a
-    mixture of experts.
+    """Return the number of parameters that one token uses, with embedding and head, and without
+    extra depths, which only training uses. It is the number of all other parameters, unless the
+    model is a mixture of experts.
     """
     layers = (
         param.active_numel(sizes)

@@ -31,8 +31,10 @@ class Profiler:
     It writes to `folder` after the last selected step, or when the loop ends, also by an error:
 
         rank<r>.<first>.pt.trace.json.gz    operations, collectives and steps (ProfilerStep#<n>)
-        rank<r>.<first>.memory.csv          with memory, on a CPU: each allocation, bytes since the start, operation
-        rank<r>.<first>.memory.pickle       with memory, on CUDA: a snapshot for pytorch.org/memory_viz
+        rank<r>.<first>.memory.csv          with memory, on a CPU: each allocation, bytes since the
+                                            start, operation
+        rank<r>.<first>.memory.pickle       with memory, on CUDA: a snapshot for
+                                            pytorch.org/memory_viz
 
     It does not communicate, and costs nothing until one step before the first selected step.
     """
@@ -114,7 +116,12 @@ class Profiler:
             _write_memory(trace, Path(f"{self._base}.memory.csv"))
 
     def _warn(self, error: Exception) -> None:
-        log.warning("%s: no profile could be made (%s: %s); training goes on", self._base, type(error).__name__, error)
+        log.warning(
+            "%s: no profile could be made (%s: %s); training goes on",
+            self._base,
+            type(error).__name__,
+            error,
+        )
 
 
 def _write_memory(trace: Path, table: Path) -> None:
@@ -132,7 +139,9 @@ def _allocations(events: list[dict[str, Any]]) -> Iterator[tuple[float, int, int
     """Yield (microseconds, bytes, bytes since the start, innermost operation) for each allocation;
     a release is negative.
     """
-    relevant = [event for event in events if event.get("name") == MEMORY or event.get("cat") in OPERATIONS]
+    relevant = [
+        event for event in events if event.get("name") == MEMORY or event.get("cat") in OPERATIONS
+    ]
     open_operations: dict[int, list[tuple[float, str]]] = {}
     started_at = min(event["ts"] for event in relevant)
     for event in sorted(relevant, key=lambda event: (event["ts"], event["name"] == MEMORY)):

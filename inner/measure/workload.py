@@ -1,4 +1,6 @@
-"""The workload of one inner step: parameters that each rank holds and tokens that it processes. No torch here."""
+"""The workload of one inner step: parameters that each rank holds and tokens that it processes. No
+torch here.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -12,7 +14,12 @@ from inner.model.sizes import ModelSizes
 from inner.model.stage import Stage
 from inner.parallel.pipeline.schedule import Action, rank_actions
 from inner.parallel.pipeline.stages import plan_stages, ranks_of_stages, stages_at
-from inner.parallel.weights.zero_stage import cut_buckets, has_sparse_experts, has_whole_weights, uses_fsdp
+from inner.parallel.weights.zero_stage import (
+    cut_buckets,
+    has_sparse_experts,
+    has_whole_weights,
+    uses_fsdp,
+)
 
 FP32 = 4
 MANAGED_STAGES = 3
@@ -44,8 +51,9 @@ class Workload:
     """Length of the longest sequences of the run, by which layers are dealt to pipeline stages.
     None: `seq_len`."""
     all_rows_arrive: bool = False
-    """Whether the routers of all ranks of ep send all their tokens to this rank's experts. Otherwise each
-    expert gets equally many."""
+    """Whether the routers of all ranks of ep send all their tokens to this rank's experts.
+    Otherwise each expert gets equally many.
+    """
 
     @property
     def tokens(self) -> int:
@@ -54,7 +62,9 @@ class Workload:
 
     @property
     def stream_tokens(self) -> int:
-        """Number of positions of the residual stream that a rank holds; fewer under sequence parallelism."""
+        """Number of positions of the residual stream that a rank holds; fewer under sequence
+        parallelism.
+        """
         tp = self.degrees.tp
         return -(-self.tokens // tp) if self.parallel.splits_stream(tp) else self.tokens
 
@@ -67,7 +77,9 @@ class Workload:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that a rank sends to experts in a layer: one per token and chosen expert."""
+        """Number of rows that a rank sends to experts in a layer: one per token and chosen
+        expert.
+        """
         return self.routed_tokens * self._experts.per_token
 
     @property
@@ -75,8 +87,13 @@ class Workload:
         """Number of rows that a rank's experts compute in a layer."""
         if not self.all_rows_arrive or self.degrees.ep == 1:
             return self.num_rows
-        # The chosen experts of a token differ, so they are on one rank only as far as it has experts.
-        return self.degrees.ep * self.routed_tokens * min(self._experts.per_token, self.num_held_experts)
+        # The chosen experts of a token differ, so they are on one rank only as far as it has
+        # experts.
+        return (
+            self.degrees.ep
+            * self.routed_tokens
+            * min(self._experts.per_token, self.num_held_experts)
+        )
 
     @property
     def num_held_experts(self) -> int:
@@ -99,8 +116,8 @@ class Workload:
         return has_sparse_experts(self.degrees, self.sizes)
 
     def num_matrix_pairs(self, has_experts: bool) -> int:
-        """Return the number of a layer's pairs of matrices that tensor parallelism divides: those of
-        attention, and of a feed-forward or the shared experts.
+        """Return the number of a layer's pairs of matrices that tensor parallelism divides: those
+        of attention, and of a feed-forward or the shared experts.
         """
         return 2 if not has_experts or self._experts.shared else 1
 
@@ -121,7 +138,9 @@ class Workload:
 
     @cached_property
     def has_whole_weights(self) -> bool:
-        """Whether several ranks compute with the same weights, and each holds them whole (ZeRO-0)."""
+        """Whether several ranks compute with the same weights, and each holds them whole
+        (ZeRO-0).
+        """
         return has_whole_weights(self.parallel, self.degrees, self.sizes)
 
     @property
@@ -141,8 +160,8 @@ class Workload:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """All stages, in the order of the model. The last one has the blocks of extra depths, which are
-        counted as further layers.
+        """All stages, in the order of the model. The last one has the blocks of extra depths, which
+        are counted as further layers.
         """
         longest = self.longest_seq_len or self.seq_len
         costs = layer_costs(self.sizes, longest, self.parallel.recompute)
@@ -158,9 +177,14 @@ class Workload:
     def orders(self) -> list[list[Action]]:
         """Actions of each coordinate on pp, in order. Some schedules import torch to find them."""
         if self.degrees.pp == 1:
-            passes = [(Action("forward", 0, n), Action("backward", 0, n)) for n in range(self.num_micro_batches)]
+            passes = [
+                (Action("forward", 0, n), Action("backward", 0, n))
+                for n in range(self.num_micro_batches)
+            ]
             return [[action for pair in passes for action in pair]]
-        return rank_actions(self.parallel.schedule, self.degrees.pp, len(self.stages), self.num_micro_batches)
+        return rank_actions(
+            self.parallel.schedule, self.degrees.pp, len(self.stages), self.num_micro_batches
+        )
 
     def stages_at(self, pp_rank: int) -> list[Stage]:
         return stages_at(self.stages, self.stage_ranks, pp_rank)
@@ -176,8 +200,8 @@ class Workload:
         return [(has_experts, count) for has_experts, count in counts.items() if count]
 
     def layer_groups(self, has_experts: bool) -> tuple["FsdpParamGroup", ...]:
-        """Return the parameters of one layer in groups that FSDP gathers and reduces together, in the
-        order in which the backward reduces them. The last group has most of them.
+        """Return the parameters of one layer in groups that FSDP gathers and reduces together, in
+        the order in which the backward reduces them. The last group has most of them.
         """
         return self._layer_groups[has_experts]
 
@@ -190,7 +214,9 @@ class Workload:
         params = block_params(self.sizes, has_experts=has_experts)
         # The dtype of the computation belongs to a group, so a router, which computes in fp32, is a
         # group of its own in other dtypes; and so are experts on a mesh of their own.
-        exact = [param for param in params if param.module == ROUTER and self.compute_itemsize != FP32]
+        exact = [
+            param for param in params if param.module == ROUTER and self.compute_itemsize != FP32
+        ]
         spread = [param for param in params if param.is_stacked and self.has_sparse_mesh]
         others = [param for param in params if param not in exact and param not in spread]
         routers = [replace(self._group(exact), is_exact=True)] if exact else []
@@ -239,17 +265,22 @@ class Workload:
 
     def root(self, stage: Stage) -> "FsdpParamGroup":
         """Return the other parameters outside a stage's layers: the last norm and the head, or the
-        table of a tied model. The memory of what blocks of extra depths have beside a layer is counted
-        here, too.
+        table of a tied model. The memory of what blocks of extra depths have beside a layer is
+        counted here, too.
         """
         ends = self.ends(stage)
-        return replace(ends, shapes=ends.shapes + self.joint * (self.sizes.num_depths * stage.is_last))
+        return replace(
+            ends, shapes=ends.shapes + self.joint * (self.sizes.num_depths * stage.is_last)
+        )
 
     def ends(self, stage: Stage) -> "FsdpParamGroup":
         """Return the same without extra depths: what FSDP gathers together."""
         has_table = stage.is_last or (stage.is_first and self.sizes.tie_embeddings)
         learned = self.learned_positions(stage) if self.sizes.tie_embeddings else ()
-        return replace(self.table, shapes=self.table.shapes * has_table + learned + self.last_norm * stage.is_last)
+        return replace(
+            self.table,
+            shapes=self.table.shapes * has_table + learned + self.last_norm * stage.is_last,
+        )
 
     def _groups_of(self, layer: int) -> tuple["FsdpParamGroup", ...]:
         """Return the parameters of a layer, or of the block of an extra depth."""
@@ -260,11 +291,15 @@ class Workload:
     def joint(self) -> tuple[tuple[int, int], ...]:
         """Shapes of the parameters that only blocks of extra depths have, for one of them."""
         params = block_params(self.sizes, has_experts=False, predicts=True)
-        return tuple(p.rank_shape(self.sizes, self.degrees.tp) for p in params if p.place == "extra depths")
+        return tuple(
+            p.rank_shape(self.sizes, self.degrees.tp) for p in params if p.place == "extra depths"
+        )
 
     @property
     def depth_groups(self) -> tuple["FsdpParamGroup", ...]:
-        """The parameters of the block of an extra depth, in the groups that FSDP gathers together."""
+        """The parameters of the block of an extra depth, in the groups that FSDP gathers
+        together.
+        """
         (*others, most) = self.layer_groups(self.sizes.experts is not None)
         return (*others, replace(most, shapes=most.shapes + self.joint))
 
@@ -283,14 +318,23 @@ class Workload:
         norm = FP32 * self.sizes.dim * len(self.last_norm)
         has_own_head = stage.is_last and not self.sizes.tie_embeddings
         has_embedding = stage.is_first or (stage.is_last and self.sizes.last_stage_embeds)
-        layers = [FP32 * sum(group.numel for group in self._groups_of(layer)) for layer in reversed(stage.layers)]
+        layers = [
+            FP32 * sum(group.numel for group in self._groups_of(layer))
+            for layer in reversed(stage.layers)
+        ]
         learned = FP32 * sum(rows * cols for rows, cols in self.learned_positions(stage))
-        groups = [norm * stage.is_last + table * has_own_head, *layers, table * has_embedding + learned]
+        groups = [
+            norm * stage.is_last + table * has_own_head,
+            *layers,
+            table * has_embedding + learned,
+        ]
         sizes = [size for size in groups if size]
         return [sum(sizes[index] for index in bucket) for bucket in cut_buckets(sizes)]
 
     def compute_bytes(self, groups: Iterable["FsdpParamGroup"]) -> int:
-        """Return the bytes of whole parameters, or of their gradients, as the computation uses them."""
+        """Return the bytes of whole parameters, or of their gradients, as the computation uses
+        them.
+        """
         return sum(self.itemsize(group) * group.numel for group in groups)
 
     def itemsize(self, group: "FsdpParamGroup") -> int:
@@ -300,12 +344,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class FsdpParamGroup:
-    """Parameters that FSDP gathers and reduces together, as (rows, columns) on the fullest tensor-parallel rank."""
+    """Parameters that FSDP gathers and reduces together, as (rows, columns) on the fullest
+    tensor-parallel rank.
+    """
 
     shapes: tuple[tuple[int, int], ...]
     expert_shapes: tuple[tuple[int, int], ...] = ()
-    """The tensors of all experts of a layer, which have a row for each expert, or for each row of all
-    experts."""
+    """The tensors of all experts of a layer, which have a row for each expert, or for each row of
+    all experts.
+    """
     num_shards: int = 1
     """Number of ranks over which they are sharded."""
     is_exact: bool = False
@@ -328,7 +375,7 @@ class FsdpParamGroup:
 
     @property
     def shard_numel(self) -> int:
-        """Number of elements of a rank's shard. Rows are split over the ranks, and the last shard is
-        padded.
+        """Number of elements of a rank's shard. Rows are split over the ranks, and the last shard
+        is padded.
         """
         return sum(-(-rows // self.num_shards) * cols for rows, cols in self.all_shapes)

@@ -1,6 +1,7 @@
 """Causal attention of one process.
 
-Shape suffixes: B sequences, S positions, H heads, K key-value heads, E head size, M = B S positions of a micro-batch.
+Shape suffixes: B sequences, S positions, H heads, K key-value heads, E head size, M = B S positions
+of a micro-batch.
 """
 
 from typing import Protocol
@@ -53,7 +54,9 @@ def causal_attention(
             # On GPUs no fused fp32 kernel lets heads share keys: torch would hold all S x S scores
             # instead.
             k_BKSE, v_BKSE = (repeat_heads(x, q_BHSE.shape[1]) for x in (k_BKSE, v_BKSE))
-        y_BHSE = F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
+        y_BHSE = F.scaled_dot_product_attention(
+            q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True
+        )
         return y_BHSE.transpose(1, 2)
     flat = [x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE)]
     y_MHE, _ = varlen_forward(*flat, packing.bounds_N, packing.host_bounds_N, packing.longest)

@@ -2,7 +2,8 @@
 the keys are merged.
 
     dense     queries see all keys, or causally the keys up to their own position
-    varlen    documents lie one after the other, and attention is causal within each: there is no mask
+    varlen    documents lie one after the other, and attention is causal within each: there is no
+              mask
 
 Shape suffixes: B sequences, S positions of the queries, T of the keys, H heads, K key-value heads,
 E head size, M positions of all documents, N - 1 documents. H / K heads read the same keys and
@@ -32,13 +33,19 @@ class AttentionOutput(NamedTuple):
     lse_BHS: Tensor
 
 
-def dense_forward(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, is_causal: bool) -> AttentionOutput:
+def dense_forward(
+    q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, is_causal: bool
+) -> AttentionOutput:
     """Compute attention to these keys only; S = T if it is causal."""
     inputs = q_BHSE, k_BKTE, v_BKTE
     if q_BHSE.is_cpu:
-        return AttentionOutput(*aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, is_causal))
+        return AttentionOutput(
+            *aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, is_causal)
+        )
     if _has_flash(q_BHSE):
-        return AttentionOutput(*aten._scaled_dot_product_flash_attention(*inputs, 0.0, is_causal)[:2])
+        return AttentionOutput(
+            *aten._scaled_dot_product_flash_attention(*inputs, 0.0, is_causal)[:2]
+        )
     # This kernel, unlike the others, needs separate keys for each head.
     k_BHTE, v_BHTE = (repeat_heads(x, q_BHSE.shape[1]) for x in (k_BKTE, v_BKTE))
     out_BHSE, lse_BHS, *_ = aten._scaled_dot_product_efficient_attention(
@@ -49,7 +56,13 @@ def dense_forward(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, is_causal: 
 
 
 def dense_backward(
-    grad_BHSE: Tensor, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, output: AttentionOutput, *, is_causal: bool
+    grad_BHSE: Tensor,
+    q_BHSE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    output: AttentionOutput,
+    *,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients dq_BHSE, dk_BKTE and dv_BKTE through these keys, in the dtype of the
     inputs.
@@ -60,7 +73,9 @@ def dense_backward(
     inputs = grad_BHSE, q_BHSE, k_BKTE, v_BKTE
     output = AttentionOutput(output.out_BHSE, output.lse_BHS.contiguous())
     if q_BHSE.is_cpu:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, *output, 0.0, is_causal)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, *output, 0.0, is_causal
+        )
     # Without dropout the random state is not read.
     seed = offset = torch.zeros(2, dtype=torch.int64, device=q_BHSE.device)
     if _has_flash(q_BHSE):
@@ -91,7 +106,11 @@ def _has_flash(q: Tensor) -> bool:
     """Return whether FlashAttention supports such queries (..., E). A dry run's device counts as a
     GPU that has it.
     """
-    if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8 or q.shape[-1] > FLASH_MOST_HEAD_DIM:
+    if (
+        q.dtype not in (torch.bfloat16, torch.float16)
+        or q.shape[-1] % 8
+        or q.shape[-1] > FLASH_MOST_HEAD_DIM
+    ):
         return False
     if q.device.type != "cuda":
         return True
@@ -101,7 +120,12 @@ def _has_flash(q: Tensor) -> bool:
 
 @torch.library.custom_op("inner::varlen_forward", mutates_args=())
 def varlen_forward(
-    q_MHE: Tensor, k_MKE: Tensor, v_MKE: Tensor, bounds_N: Tensor, host_bounds_N: Tensor, longest: int
+    q_MHE: Tensor,
+    k_MKE: Tensor,
+    v_MKE: Tensor,
+    bounds_N: Tensor,
+    host_bounds_N: Tensor,
+    longest: int,
 ) -> tuple[Tensor, Tensor]:
     """Return attention out_MHE within each document, and lse_HM. The bounds come from a Packing.
     Differentiable.
@@ -114,7 +138,9 @@ def varlen_forward(
         return _flash_varlen_forward(q_MHE, k_MKE, v_MKE, bounds_N, longest)
     out_MHE, lse_HM = _empty_output(q_MHE)
     for here in _each_document(host_bounds_N):
-        out, lse = dense_forward(*(_heads_first(x[here]) for x in (q_MHE, k_MKE, v_MKE)), is_causal=True)
+        out, lse = dense_forward(
+            *(_heads_first(x[here]) for x in (q_MHE, k_MKE, v_MKE)), is_causal=True
+        )
         out_MHE[here] = out[0].transpose(0, 1)
         lse_HM[:, here] = lse[0]
     return out_MHE, lse_HM
@@ -141,7 +167,9 @@ def varlen_backward(
     gradients = tuple(x.new_empty(x.shape) for x in (q_MHE, k_MKE, v_MKE))
     for here in _each_document(host_bounds_N):
         grad, q, k, v, out = (_heads_first(x[here]) for x in inputs)
-        found = dense_backward(grad, q, k, v, AttentionOutput(out, lse_HM[None, :, here]), is_causal=True)
+        found = dense_backward(
+            grad, q, k, v, AttentionOutput(out, lse_HM[None, :, here]), is_causal=True
+        )
         for whole, new in zip(gradients, found, strict=True):
             whole[here] = new[0].transpose(0, 1)
     dq_MHE, dk_MKE, dv_MKE = gradients
@@ -155,7 +183,9 @@ def _flash_varlen_forward(
     q_MHE: Tensor, k_MKE: Tensor, v_MKE: Tensor, bounds_N: Tensor, longest: int
 ) -> tuple[Tensor, Tensor]:
     ends = bounds_N, bounds_N, longest, longest
-    out_MHE, lse_HM, *_ = aten._flash_attention_forward(q_MHE, k_MKE, v_MKE, *ends, 0.0, True, False)
+    out_MHE, lse_HM, *_ = aten._flash_attention_forward(
+        q_MHE, k_MKE, v_MKE, *ends, 0.0, True, False
+    )
     return out_MHE, lse_HM
 
 

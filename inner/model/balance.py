@@ -1,12 +1,13 @@
-"""What a training step records of its routers: counts of tokens per expert, and the losses that keep
-the load even.
+"""What a training step records of its routers: counts of tokens per expert, and the losses that
+keep the load even.
 
 The losses are not part of the reported loss. They are added where they arise, so that every
 pipeline schedule has their gradients. Both are sums over the tokens of a step, divided by the
 number of these tokens, which is counted beforehand like the targets:
 
     sequence loss (DeepSeek-V3, 2412.19437, eq. 17-20), of each sequence of T tokens, times T:
-        sum_i f_i P_i,  f_i = X / (J T) count_i,  P_i = mean over its tokens of s_i / sum_j s_j;  1 at balance
+        sum_i f_i P_i,  f_i = X / (J T) count_i,  P_i = mean over its tokens of s_i / sum_j s_j;  1
+                        at balance
     router z-loss (ST-MoE, 2202.08906), of each token:
         log(sum_i exp z_i)^2
 
@@ -59,16 +60,23 @@ class RoutedStep:
     """Sums over the ranks that share the positions of a sequence. All of them must call it."""
     layers: dict[int, LayerRecord] = field(default_factory=dict)
 
-    def record(self, layer: int, routing: Routing, is_input_BS: Tensor, is_excess_NJ: Tensor | None) -> Tensor | None:
+    def record(
+        self, layer: int, routing: Routing, is_input_BS: Tensor, is_excess_NJ: Tensor | None
+    ) -> Tensor | None:
         """Count a micro-batch, and return its losses, scaled (0-dim fp32); None if the config has
         no such losses. A repeated forward counts nothing.
 
         `is_excess_NJ`: which choices are above the capacity; None: there is none.
         """
         counts_BX = count_tokens(routing, is_input_BS)
-        losses = {"sequence_loss": torch.zeros_like(self.scale), "router_z_loss": torch.zeros_like(self.scale)}
+        losses = {
+            "sequence_loss": torch.zeros_like(self.scale),
+            "router_z_loss": torch.zeros_like(self.scale),
+        }
         if self.config.sequence_loss:
-            losses["sequence_loss"] = sum_sequence_losses(routing, is_input_BS, counts_BX, self.sum_over_sequence)
+            losses["sequence_loss"] = sum_sequence_losses(
+                routing, is_input_BS, counts_BX, self.sum_over_sequence
+            )
         if self.config.router_z_loss:
             losses["router_z_loss"] = sum_z_losses(routing, is_input_BS)
         if not is_repetition():
@@ -95,19 +103,24 @@ class RoutedStep:
 
 
 def count_tokens(routing: Routing, is_input_BS: Tensor) -> Tensor:
-    """Return the number of each sequence's tokens that chose each expert, int64 (B, X). Padding is not
-    counted.
+    """Return the number of each sequence's tokens that chose each expert, int64 (B, X). Padding is
+    not counted.
     """
     (B, S) = is_input_BS.shape
     (N, num_choices) = routing.chosen_NJ.shape
-    counts_BX = torch.zeros(B, routing.scores_NX.shape[1], dtype=torch.int64, device=is_input_BS.device)
+    counts_BX = torch.zeros(
+        B, routing.scores_NX.shape[1], dtype=torch.int64, device=is_input_BS.device
+    )
     is_input_NJ = is_input_BS.reshape(N, 1).expand(-1, num_choices)
     chosen = routing.chosen_NJ.view(B, S * num_choices)
     return counts_BX.scatter_add_(1, chosen, is_input_NJ.reshape(B, -1).long())
 
 
 def sum_sequence_losses(
-    routing: Routing, is_input_BS: Tensor, counts_BX: Tensor, sum_over_sequence: SumOverRanks = _unchanged
+    routing: Routing,
+    is_input_BS: Tensor,
+    counts_BX: Tensor,
+    sum_over_sequence: SumOverRanks = _unchanged,
 ) -> Tensor:
     """Return the sum over sequences of T times the sequence loss, 0-dim fp32. Gradients flow to the
     scores. `counts_BX`: see count_tokens.
@@ -123,8 +136,8 @@ def sum_sequence_losses(
 
 
 def _find_loads(counts_BX: Tensor) -> Tensor:
-    """Return f of each sequence (B, X): its tokens that chose an expert, divided by the mean over the
-    experts.
+    """Return f of each sequence (B, X): its tokens that chose an expert, divided by the mean over
+    the experts.
     """
     return counts_BX.shape[1] * counts_BX / counts_BX.sum(dim=1, keepdim=True).clamp(min=1)
 

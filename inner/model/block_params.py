@@ -15,15 +15,25 @@ from inner.config import ExpertsConfig, LatentConfig
 from inner.model.sizes import ModelSizes
 
 Cut = Literal[
-    "heads", "kv_heads", "hidden", "columns of heads", "columns of hidden", "stream", "each head", "latent", "experts"
+    "heads",
+    "kv_heads",
+    "hidden",
+    "columns of heads",
+    "columns of hidden",
+    "stream",
+    "each head",
+    "latent",
+    "experts",
 ]
 """What the ranks of tp divide among them: rows or columns of a matrix, by heads or by hidden units.
 
-    stream       nothing: the parameter acts on positions of the residual stream, which sequence parallelism divides
+    stream       nothing: the parameter acts on positions of the residual stream, which sequence
+                 parallelism divides
     each head    nothing: the parameter acts on each head, and the heads are divided. A norm of all
                  heads together is not possible under tensor parallelism
     latent       nothing: all heads read the narrow vector that the parameter computes or norms
-    experts      nothing: the ranks divide the positions, and every expert may be chosen at each of them
+    experts      nothing: the ranks divide the positions, and every expert may be chosen at each of
+                 them
 """
 Place = Literal["every block", "dense blocks", "blocks with experts", "extra depths"]
 """The blocks that have a parameter. A block is dense unless its feed-forward is a mixture of
@@ -237,7 +247,9 @@ def _has_shared(sizes: ModelSizes) -> bool:
     return sizes.experts is not None and sizes.experts.shared > 0
 
 
-def _ffn(module: str, dim: Size, huggingface: str, exists: Exists, place: Place) -> tuple[BlockParam, ...]:
+def _ffn(
+    module: str, dim: Size, huggingface: str, exists: Exists, place: Place
+) -> tuple[BlockParam, ...]:
     """Return the matrices of a feed-forward of width `dim`, and their biases."""
     is_expert = module + "." == EXPERTS
     first: Cut = "experts" if is_expert else "hidden"
@@ -246,8 +258,12 @@ def _ffn(module: str, dim: Size, huggingface: str, exists: Exists, place: Place)
     def has_gate(sizes: ModelSizes) -> bool:
         return exists(sizes) and sizes.decoder.gated
 
-    def with_bias(name: str, shape: tuple[Size, Size], cut: Cut, has: Exists) -> tuple[BlockParam, ...]:
-        weight = BlockParam(f"{module}.{name}.weight", shape, cut, f"{huggingface}.{name}.weight", has, place)
+    def with_bias(
+        name: str, shape: tuple[Size, Size], cut: Cut, has: Exists
+    ) -> tuple[BlockParam, ...]:
+        weight = BlockParam(
+            f"{module}.{name}.weight", shape, cut, f"{huggingface}.{name}.weight", has, place
+        )
         return _with_bias(weight, lambda sizes: has(sizes) and sizes.decoder.ffn_bias)
 
     return (
@@ -257,7 +273,9 @@ def _ffn(module: str, dim: Size, huggingface: str, exists: Exists, place: Place)
     )
 
 
-def _norm(name: str, huggingface: str, exists: Exists, dim: Size = _dim, cut: Cut = "stream") -> tuple[BlockParam, ...]:
+def _norm(
+    name: str, huggingface: str, exists: Exists, dim: Size = _dim, cut: Cut = "stream"
+) -> tuple[BlockParam, ...]:
     """Return the weight of a norm, and its bias, which only LayerNorm has."""
     weight = BlockParam(f"{name}.weight", (dim,), cut, f"{huggingface}.weight", exists)
     return _with_bias(weight, lambda sizes: exists(sizes) and sizes.decoder.has_norm_bias)
@@ -267,7 +285,10 @@ def _projection(
     name: str, shape: tuple[Size, Size], cut: Cut, exists: Exists, has_bias: Exists
 ) -> tuple[BlockParam, ...]:
     """Return a matrix of attention, and its bias."""
-    return _with_bias(BlockParam(f"attention.{name}.weight", shape, cut, f"self_attn.{name}.weight", exists), has_bias)
+    return _with_bias(
+        BlockParam(f"attention.{name}.weight", shape, cut, f"self_attn.{name}.weight", exists),
+        has_bias,
+    )
 
 
 def _with_bias(weight: BlockParam, exists: Exists) -> tuple[BlockParam, BlockParam]:
@@ -293,18 +314,55 @@ BLOCK_PARAMS = (
     *_projection("q_proj", (_q_dim, _dim), "heads", _has_q_proj, _has_bias),
     *_projection("k_proj", (_kv_dim, _dim), "kv_heads", _is_ordinary, _has_bias),
     *_projection("v_proj", (_kv_dim, _dim), "kv_heads", _is_ordinary, _has_bias),
-    BlockParam("attention.q_a_proj.weight", (_q_rank, _dim), "latent", "self_attn.q_a_proj.weight", _has_q_rank),
-    BlockParam("attention.q_a_norm.weight", (_q_rank,), "latent", "self_attn.q_a_layernorm.weight", _has_q_rank),
-    BlockParam("attention.q_b_proj.weight", (_q_dim, _q_rank), "heads", "self_attn.q_b_proj.weight", _has_q_rank),
     BlockParam(
-        "attention.kv_a_proj.weight", (_kv_and_rope, _dim), "latent", "self_attn.kv_a_proj_with_mqa.weight", _is_latent
+        "attention.q_a_proj.weight",
+        (_q_rank, _dim),
+        "latent",
+        "self_attn.q_a_proj.weight",
+        _has_q_rank,
     ),
-    BlockParam("attention.kv_a_norm.weight", (_kv_rank,), "latent", "self_attn.kv_a_layernorm.weight", _is_latent),
     BlockParam(
-        "attention.kv_b_proj.weight", (_keys_and_values, _kv_rank), "heads", "self_attn.kv_b_proj.weight", _is_latent
+        "attention.q_a_norm.weight",
+        (_q_rank,),
+        "latent",
+        "self_attn.q_a_layernorm.weight",
+        _has_q_rank,
+    ),
+    BlockParam(
+        "attention.q_b_proj.weight",
+        (_q_dim, _q_rank),
+        "heads",
+        "self_attn.q_b_proj.weight",
+        _has_q_rank,
+    ),
+    BlockParam(
+        "attention.kv_a_proj.weight",
+        (_kv_and_rope, _dim),
+        "latent",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        _is_latent,
+    ),
+    BlockParam(
+        "attention.kv_a_norm.weight",
+        (_kv_rank,),
+        "latent",
+        "self_attn.kv_a_layernorm.weight",
+        _is_latent,
+    ),
+    BlockParam(
+        "attention.kv_b_proj.weight",
+        (_keys_and_values, _kv_rank),
+        "heads",
+        "self_attn.kv_b_proj.weight",
+        _is_latent,
     ),
     *_with_bias(
-        BlockParam("attention.out_proj.weight", (_dim, _attended_dim), "columns of heads", "self_attn.o_proj.weight"),
+        BlockParam(
+            "attention.out_proj.weight",
+            (_dim, _attended_dim),
+            "columns of heads",
+            "self_attn.o_proj.weight",
+        ),
         _has_out_bias,
     ),
     *_norm("attention.q_norm", "self_attn.q_norm", _has_qk_norms, _normed_q_dim, "each head"),
@@ -312,23 +370,38 @@ BLOCK_PARAMS = (
     *_norm("attention_out_norm", "post_attention_layernorm", _norms_outputs),
     *_norm("ffn_norm", "post_attention_layernorm", _has_ffn_norm),
     *_ffn("ffn", _ffn_dim, "mlp", _always, "dense blocks"),
-    BlockParam("ffn.router.weight", (_num_experts, _dim), "experts", "mlp.gate.weight", place="blocks with experts"),
+    BlockParam(
+        "ffn.router.weight",
+        (_num_experts, _dim),
+        "experts",
+        "mlp.gate.weight",
+        place="blocks with experts",
+    ),
     *_ffn("ffn.experts", _expert_dim, "mlp.experts.{}", _always, "blocks with experts"),
     *_ffn("ffn.shared", _shared_dim, "mlp.shared_experts", _has_shared, "blocks with experts"),
     *_norm("ffn_out_norm", "post_feedforward_layernorm", _norms_outputs),
     BlockParam("joint.token_norm.weight", (_dim,), "stream", "enorm.weight", place="extra depths"),
     BlockParam("joint.stream_norm.weight", (_dim,), "stream", "hnorm.weight", place="extra depths"),
-    BlockParam("joint.proj.weight", (_dim, _two_dims), "stream", "eh_proj.weight", place="extra depths"),
-    BlockParam("joint.norm.weight", (_dim,), "stream", "shared_head.norm.weight", place="extra depths"),
+    BlockParam(
+        "joint.proj.weight", (_dim, _two_dims), "stream", "eh_proj.weight", place="extra depths"
+    ),
+    BlockParam(
+        "joint.norm.weight", (_dim,), "stream", "shared_head.norm.weight", place="extra depths"
+    ),
 )
 """All parameters that a block may have, in the order of its modules."""
 
 
-def block_params(sizes: ModelSizes, *, has_experts: bool, predicts: bool = False) -> list[BlockParam]:
+def block_params(
+    sizes: ModelSizes, *, has_experts: bool, predicts: bool = False
+) -> list[BlockParam]:
     """Return the parameters of one of a model's blocks, in the order of `Block.named_parameters()`.
 
     `has_experts`: whether the block's feed-forward is a mixture of experts. `predicts`: whether the
     block belongs to an extra depth of multi-token prediction.
     """
-    others = {"dense blocks" if has_experts else "blocks with experts", "" if predicts else "extra depths"}
+    others = {
+        "dense blocks" if has_experts else "blocks with experts",
+        "" if predicts else "extra depths",
+    }
     return [param for param in BLOCK_PARAMS if param.place not in others and param.exists(sizes)]

@@ -1,7 +1,8 @@
-"""Buffers of a model that training changes and islands share: biases of routers, running statistics.
+"""Buffers of a model that training changes and islands share: biases of routers, running
+statistics.
 
-Each rank of a stage holds a buffer whole. To the outer loop a buffer is a tensor beside the parameters,
-with the name `<buffer>@<kind>`:
+Each rank of a stage holds a buffer whole. To the outer loop a buffer is a tensor beside the
+parameters, with the name `<buffer>@<kind>`:
 
     buffer          rounds average it, and it is part of the committed state
     donor_buffer    it is each island's own, and only a joiner takes a donor's
@@ -22,8 +23,8 @@ BufferKind = Literal["buffer", "donor_buffer"]
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer of a live module. It is looked up at each access, because code may put another tensor
-    in its place.
+    """A buffer of a live module. It is looked up at each access, because code may put another
+    tensor in its place.
     """
 
     name: str
@@ -71,9 +72,11 @@ class ParamsView(Protocol):
     def live(self, index: int) -> Tensor | None: ...
 
 
-def with_buffers(params: ParamsView, specs: Collection[ParamSpec], buffers: Sequence[Buffer]) -> ParamsView:
-    """Return a view of the parameters and of these buffers; the parameters' own view if the model has
-    no buffers. `specs` are those of the whole model, `buffers` those that this rank holds.
+def with_buffers(
+    params: ParamsView, specs: Collection[ParamSpec], buffers: Sequence[Buffer]
+) -> ParamsView:
+    """Return a view of the parameters and of these buffers; the parameters' own view if the model
+    has no buffers. `specs` are those of the whole model, `buffers` those that this rank holds.
     """
     return ParamsAndBuffers(params, specs, buffers) if specs else params
 
@@ -83,7 +86,9 @@ class ParamsAndBuffers:
     LocalParams. Buffers of any real dtype are read as fp32.
     """
 
-    def __init__(self, params: ParamsView, specs: Iterable[ParamSpec], buffers: Sequence[Buffer]) -> None:
+    def __init__(
+        self, params: ParamsView, specs: Iterable[ParamSpec], buffers: Sequence[Buffer]
+    ) -> None:
         self._params = params
         self._buffers = list(buffers)
         self._num_params = len(params.slices)
@@ -100,18 +105,24 @@ class ParamsAndBuffers:
 
     def write_all(self, values: Mapping[int, Tensor]) -> None:
         """Write slices by index, see `LocalParams.write_all`."""
-        self._params.write_all({index: new for index, new in values.items() if index < self._num_params})
+        self._params.write_all(
+            {index: new for index, new in values.items() if index < self._num_params}
+        )
         for index, new in values.items():
             if index >= self._num_params:
                 self._write(index, new)
 
     def pinned(self, index: int) -> Tensor | None:
         """Return memory for new values of slice `index`, see `LocalParams.pinned`."""
-        return self._params.pinned(index) if index < self._num_params else pinned_like(self._matrix(index))
+        return (
+            self._params.pinned(index)
+            if index < self._num_params
+            else pinned_like(self._matrix(index))
+        )
 
     def live(self, index: int) -> Tensor | None:
-        """Return slice `index` itself, or None if it cannot be written in place, as a buffer, which may
-        have another dtype.
+        """Return slice `index` itself, or None if it cannot be written in place, as a buffer, which
+        may have another dtype.
         """
         return self._params.live(index) if index < self._num_params else None
 

@@ -15,7 +15,9 @@ from inner.config import ExpertsConfig
 
 
 @torch.no_grad()
-def find_excess(chosen_NJ: Tensor, weights_NJ: Tensor, is_input_BS: Tensor, config: ExpertsConfig) -> Tensor:
+def find_excess(
+    chosen_NJ: Tensor, weights_NJ: Tensor, is_input_BS: Tensor, config: ExpertsConfig
+) -> Tensor:
     """Return which choices are above the limit (N, J)."""
     assert config.capacity is not None, "without a capacity nothing is dropped"
     (B, S) = is_input_BS.shape

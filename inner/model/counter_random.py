@@ -1,7 +1,7 @@
 """Random bits that follow from a key and a number, equal on every device and every mesh.
 
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) is counter-based: its n-th number for a key is mix(key + n G).
-All arithmetic is modulo 2^64, on int64 tensors.
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) is counter-based: its n-th number for a key is
+mix(key + n G). All arithmetic is modulo 2^64, on int64 tensors.
 """
 
 import torch
@@ -22,7 +22,9 @@ def mix(values: Tensor) -> Tensor:
 
 
 def mix_number(number: int) -> int:
-    """Return `mix` of a number. A dry run, whose tensors have no values, needs it without tensors."""
+    """Return `mix` of a number. A dry run, whose tensors have no values, needs it without
+    tensors.
+    """
     number %= WORD
     for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         number = (number ^ number >> shift) * multiplier % WORD
@@ -30,8 +32,8 @@ def mix_number(number: int) -> int:
 
 
 def draw_16_bits(keys: Tensor, first: int, count: int) -> Tensor:
-    """Return the draws `first` to `first + count` of each key, int16 (..., count). Four draws share a
-    number.
+    """Return the draws `first` to `first + count` of each key, int16 (..., count). Four draws share
+    a number.
     """
     begin = first // DRAWS_PER_NUMBER
     end = -(-(first + count) // DRAWS_PER_NUMBER)

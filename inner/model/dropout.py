@@ -1,9 +1,9 @@
 """Dropout with one mask on every mesh (1207.0580).
 
-Whether an element is kept follows from (seed, step, layer, place, sequence, position, column) alone, so each
-rank computes its own rectangle of one mask, and a backward or a repeated forward computes it again instead
-of keeping it. An element is kept if its 16 bits are at least rate x 2^16, and kept elements are divided by
-the share that is kept.
+Whether an element is kept follows from (seed, step, layer, place, sequence, position, column)
+alone, so each rank computes its own rectangle of one mask, and a backward or a repeated forward
+computes it again instead of keeping it. An element is kept if its 16 bits are at least rate x 2^16,
+and kept elements are divided by the share that is kept.
 
 Shape suffixes: B sequences of a micro-batch, S positions of the stream on this rank, D dim.
 """
@@ -61,14 +61,16 @@ class DropoutSource:
     def of_micro_batch(self, step: int, sequences: Sequence[int]) -> Dropout:
         """Return the masks of these sequences, by their numbers in the step over all ranks."""
         key = mix_number(mix_number(self.seed) + GAMMA * (step + 1))
-        numbers_B = torch.arange(sequences[0] + 1, sequences[-1] + 2, device=self.positions_S.device)
+        numbers_B = torch.arange(
+            sequences[0] + 1, sequences[-1] + 2, device=self.positions_S.device
+        )
         keys_B1 = mix(numbers_B * signed(GAMMA) + signed(key))[:, None]
         return Dropout(mix(keys_B1 + (self.positions_S + 1) * signed(GAMMA)), self.rate)
 
 
 def drop(x_BSD: Tensor, masks: Masks | None, place: int) -> Tensor:
-    """Return x with the mask of a place: some elements 0, and the others larger by as much as is missing.
-    None: x itself.
+    """Return x with the mask of a place: some elements 0, and the others larger by as much as is
+    missing. None: x itself.
     """
     if masks is None:
         return x_BSD

@@ -104,9 +104,13 @@ class Mixture(nn.Module):
         self.exchange: Exchange | None = None
         """How rows reach experts on other ranks; None: all experts are on this rank."""
         self.share: Share | None = None
-        """The positions that this rank routes, if ranks of tp have the same; None: all positions."""
+        """The positions that this rank routes, if ranks of tp have the same; None: all
+        positions.
+        """
         self.step: RoutedStep | None = None
-        """Counts, and losses of the router, of the training step in progress; None outside of one."""
+        """Counts, and losses of the router, of the training step in progress; None outside of
+        one.
+        """
 
     def forward(self, x_BSD: Tensor, is_input_BS: Tensor | None = None) -> Tensor:
         """Return the sum of the experts' results. `is_input_BS`: whether a position is a token and
@@ -146,12 +150,16 @@ class Mixture(nn.Module):
     def _find_excess(self, routing: Routing, is_input_BS: Tensor) -> Tensor | None:
         if self.config.capacity is None:
             return None
-        return keep(lambda: find_excess(routing.chosen_NJ, routing.weights_NJ, is_input_BS, self.config))
+        return keep(
+            lambda: find_excess(routing.chosen_NJ, routing.weights_NJ, is_input_BS, self.config)
+        )
 
 
 def mixtures(model_parts: Sequence[nn.Module]) -> list[Mixture]:
     """Return the mixtures of experts of this rank's stages, in the order of the layers."""
-    found = [module for model in model_parts for module in model.modules() if isinstance(module, Mixture)]
+    found = [
+        module for model in model_parts for module in model.modules() if isinstance(module, Mixture)
+    ]
     return sorted(found, key=lambda mixture: mixture.layer)
 
 

@@ -33,7 +33,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature is {self.temperature}; allowed: 0 (always the best token) and above")
+            raise InputError(
+                f"temperature is {self.temperature}; allowed: 0 (always the best token) and above"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"top_k is {self.top_k}; allowed: 1 and above, or none")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -75,16 +77,24 @@ class KeyValueCache:
             return causal_attention(q_BSHE, k_BSKE, v_BSKE, None, rule)
         k_BKTE, v_BKTE = self._kept_2BTKE[:, :, : self._length].transpose(2, 3)
         if rule is not None:
-            spans = build_spans(torch.tensor([begin]), torch.arange(self._length), None, rule.window)
+            spans = build_spans(
+                torch.tensor([begin]), torch.arange(self._length), None, rule.window
+            )
             y_BHSE, _ = span_forward(q_BSHE.transpose(1, 2), k_BKTE, v_BKTE, spans, rule)
             return y_BHSE.transpose(1, 2)
-        y_BHSE = F.scaled_dot_product_attention(q_BSHE.transpose(1, 2), k_BKTE, v_BKTE, enable_gqa=True)
+        y_BHSE = F.scaled_dot_product_attention(
+            q_BSHE.transpose(1, 2), k_BKTE, v_BKTE, enable_gqa=True
+        )
         return y_BHSE.transpose(1, 2)
 
 
 @torch.no_grad()
 def generate(
-    model: Transformer, prompt: Sequence[int], max_tokens: int, sampling: Sampling, generator: torch.Generator
+    model: Transformer,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator,
 ) -> Iterator[int]:
     """Yield max_tokens token ids after the prompt, which has at least one id. Generation does not
     stop at eos.
@@ -93,7 +103,9 @@ def generate(
     device of the model.
     """
     num_positions = len(prompt) + max_tokens
-    assert prompt and num_positions <= model.rope_2SE.shape[1], f"{num_positions} positions, {len(prompt)} of a prompt"
+    assert prompt and num_positions <= model.rope_2SE.shape[1], (
+        f"{num_positions} positions, {len(prompt)} of a prompt"
+    )
     attentions = [layer.attention for layer in model.blocks()]
     original_attends = [attention.attend for attention in attentions]
     for attention in attentions:
@@ -102,7 +114,9 @@ def generate(
         new = list(prompt)
         begin = 0
         for _ in range(max_tokens):
-            logits_V = last_logits(model, torch.tensor([new], device=model.rope_2SE.device), begin)[0]
+            logits_V = last_logits(model, torch.tensor([new], device=model.rope_2SE.device), begin)[
+                0
+            ]
             begin += len(new)
             new = [draw(logits_V.cpu(), sampling, generator)]
             yield new[0]
@@ -115,7 +129,9 @@ def last_logits(model: Transformer, tokens_BS: Tensor, begin: int) -> Tensor:
     """Return the logits (B, V) for the token after the last of `tokens_BS`, whose positions start
     at `begin`; fp32.
     """
-    assert model.embed is not None and model.norm is not None and model.head is not None, "a whole model"
+    assert model.embed is not None and model.norm is not None and model.head is not None, (
+        "a whole model"
+    )
     x_BSD = model.embed_tokens(tokens_BS, begin)
     for number, layer in model.layers.items():
         rope_2SE = model.rope_of(int(number))[:, begin : begin + tokens_BS.shape[1]]
@@ -139,7 +155,9 @@ def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     return int(order_V[torch.multinomial(probs_V, 1, generator=generator)])
 
 
-def pieces_of_text(ids: Iterator[int], tokenizer: Tokenizer, stop_ids: Collection[int] = ()) -> Iterator[str]:
+def pieces_of_text(
+    ids: Iterator[int], tokenizer: Tokenizer, stop_ids: Collection[int] = ()
+) -> Iterator[str]:
     """Decode ids to pieces of text as they arrive, up to eos or one of `stop_ids`. A piece ends at
     the end of a character.
 
@@ -170,7 +188,11 @@ def until(pieces: Iterator[str], end: str) -> Iterator[str]:
             yield held[: held.index(end)]
             return
         # Keep back characters that may be the beginning of `end`.
-        kept = next(size for size in range(min(len(end) - 1, len(held)), -1, -1) if held.endswith(end[:size]))
+        kept = next(
+            size
+            for size in range(min(len(end) - 1, len(held)), -1, -1)
+            if held.endswith(end[:size])
+        )
         if len(held) > kept:
             yield held[: len(held) - kept]
         held = held[len(held) - kept :]

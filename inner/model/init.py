@@ -38,12 +38,19 @@ def initialise(params: LocalParams, stages: Sequence[Transformer], seed: int) ->
     norm_weight = 0.0 if sizes.decoder.norm == "rms_plus_one" else 1.0
     specs = {spec.name: spec for spec in params.specs}
     for index, param_slice in enumerate(params.slices):
-        params.write(index, initial_values(specs[param_slice.name], param_slice, seed, sizes.num_layers, norm_weight))
+        params.write(
+            index,
+            initial_values(
+                specs[param_slice.name], param_slice, seed, sizes.num_layers, norm_weight
+            ),
+        )
     for stage in stages:
         stage.fill_tables()
 
 
-def initial_values(spec: ParamSpec, held: ParamSlice, seed: int, num_layers: int, norm_weight: float = 1.0) -> Tensor:
+def initial_values(
+    spec: ParamSpec, held: ParamSlice, seed: int, num_layers: int, norm_weight: float = 1.0
+) -> Tensor:
     """Return the slice `held` of a parameter's initial value, 2-D fp32 on the CPU. Only the rows of
     the slice are drawn. `norm_weight`: the weight with which a norm begins with the factor 1.
     """
@@ -54,21 +61,26 @@ def initial_values(spec: ParamSpec, held: ParamSlice, seed: int, num_layers: int
     # Each layer adds two outputs to the residual stream, whose variance must not grow with depth.
     std = STD / math.sqrt(2 * num_layers) if spec.name.endswith(RESIDUAL_OUTPUTS) else STD
     values = torch.empty(held.shape)
-    fill_normal(values, f"{seed}/{spec.name}", held.rows[0], held.cols[0], spec.matrix_shape[1], std)
+    fill_normal(
+        values, f"{seed}/{spec.name}", held.rows[0], held.cols[0], spec.matrix_shape[1], std
+    )
     return values
 
 
 # A torch operator, so that a dry run, whose tensors have no values, does not draw any.
 @torch.library.custom_op("diloco::fill_normal", mutates_args={"values"})
 def fill_normal(values: Tensor, key: str, row: int, col: int, num_cols: int, std: float) -> None:
-    """Fill `values` (2-D fp32 on the CPU) with the rectangle at (row, col) of a normal matrix with `num_cols` columns.
+    """Fill `values` (2-D fp32 on the CPU) with the rectangle at (row, col) of a normal matrix with
+    `num_cols` columns.
 
     The matrix follows from `key` alone; each row is drawn in full.
     """
     table = normal_table() * np.float32(std)
     target = values.numpy()
     for start, draws in random_rows(key, row, row + len(target), num_cols):
-        target[start - row : start - row + len(draws)] = table[draws[:, col : col + target.shape[1]]]
+        target[start - row : start - row + len(draws)] = table[
+            draws[:, col : col + target.shape[1]]
+        ]
 
 
 @fill_normal.register_fake
@@ -102,7 +114,9 @@ def normal_table() -> np.ndarray:
     """
     centred = (np.arange(1 << 15) + 0.5) / (1 << 16)  # p - 1/2 of the upper half; exact
     r = 0.180625 - centred * centred
-    near = centred * polynomial(r, (3.3871327179e00, 5.0434271938e01, 1.5929113202e02, 5.9109374720e01))
+    near = centred * polynomial(
+        r, (3.3871327179e00, 5.0434271938e01, 1.5929113202e02, 5.9109374720e01)
+    )
     near /= polynomial(r, (1.0, 1.7895169469e01, 7.8757757664e01, 6.7187563600e01))
     s = np.sqrt(-log(0.5 - centred)) - 1.6
     far = polynomial(s, (1.4234372777e00, 2.7568153900e00, 1.3067284816e00, 1.7023821103e-1))
@@ -125,7 +139,8 @@ def log(x: np.ndarray) -> np.ndarray:
     """Return the natural logarithm of x > 0 in fp64, to about 12 digits. The last bit of a C
     library's logarithm may differ.
 
-    log(m 2^k) = k log 2 + 2 artanh(u) with u = (m - 1) / (m + 1), artanh(u) = u + u^3 / 3 + u^5 / 5 + ...
+    log(m 2^k) = k log 2 + 2 artanh(u) with u = (m - 1) / (m + 1), artanh(u) = u + u^3 / 3 + u^5 / 5
+    + ...
     """
     m, k = np.frexp(x)  # 1/2 <= m < 1
     u = (m - 1) / (m + 1)

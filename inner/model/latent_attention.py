@@ -40,7 +40,9 @@ class LatentAttention(nn.Module):
             self.q_b_proj = nn.Linear(latent.q_rank, sizes.q_dim, bias=False)
         self.kv_a_proj = nn.Linear(sizes.dim, latent.kv_rank + latent.rope_dim, bias=False)
         self.kv_a_norm = nn.RMSNorm(latent.kv_rank, eps=NORM_EPS)
-        self.kv_b_proj = nn.Linear(latent.kv_rank, sizes.num_heads * (latent.nope_dim + latent.value_dim), bias=False)
+        self.kv_b_proj = nn.Linear(
+            latent.kv_rank, sizes.num_heads * (latent.nope_dim + latent.value_dim), bias=False
+        )
         self.out_proj = nn.Linear(sizes.attended_dim, sizes.dim, bias=False)
         self.softmax_factor = softmax_factor(sizes.rope_scaling)
         self.attend: Attend = causal_attention
@@ -52,7 +54,9 @@ class LatentAttention(nn.Module):
         q_BSHE = self._queries(x_BSD).unflatten(-1, (-1, latent.qk_dim))
         (q_BSHN, q_BSHP) = q_BSHE.split((latent.nope_dim, latent.rope_dim), dim=-1)
         (c_BSC, shared_BSP) = self.kv_a_proj(x_BSD).split((latent.kv_rank, latent.rope_dim), dim=-1)
-        kv_BSHX = self.kv_b_proj(self.kv_a_norm(c_BSC)).unflatten(-1, (-1, latent.nope_dim + latent.value_dim))
+        kv_BSHX = self.kv_b_proj(self.kv_a_norm(c_BSC)).unflatten(
+            -1, (-1, latent.nope_dim + latent.value_dim)
+        )
         (k_BSHN, v_BSHW) = kv_BSHX.split((latent.nope_dim, latent.value_dim), dim=-1)
         rotated_BSHP = rotate(shared_BSP[:, :, None], rope_2SP).expand(-1, -1, k_BSHN.shape[2], -1)
         q_BSHE = torch.cat((q_BSHN, rotate(q_BSHP, rope_2SP)), dim=-1)

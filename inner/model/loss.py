@@ -14,8 +14,9 @@ from torch.distributed import ProcessGroup
 
 LOSS_CHUNK = 4096
 FLOAT16_HEADROOM = 2.0**-4
-"""Factor of the rows of a chunk whose products with the logits' gradients are summed in float16, so that
-the sum over the tokens of a chunk stays in its range. No loss scale could keep it there."""
+"""Factor of the rows of a chunk whose products with the logits' gradients are summed in float16, so
+that the sum over the tokens of a chunk stays in its range. No loss scale could keep it there.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ class ChunkedCrossEntropy:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, settings: ChunkedCrossEntropy) -> Tensor:
+    def forward(
+        ctx, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, settings: ChunkedCrossEntropy
+    ) -> Tensor:
         size = settings.chunk_tokens
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), device=x_TD.device)
@@ -94,14 +97,18 @@ class _CrossEntropy(torch.autograd.Function):
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, probs_CV, x_CD)
             del probs_CV  # Otherwise it stays allocated beside the next chunk's logits.
-        kept_VD = None if grad_weight_VD is None else grad_weight_VD.to(_kept_dtype(weight_VD.dtype))
+        kept_VD = (
+            None if grad_weight_VD is None else grad_weight_VD.to(_kept_dtype(weight_VD.dtype))
+        )
         ctx.save_for_backward(grad_x_TD, kept_VD)
         ctx.weight_dtype = weight_VD.dtype
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
-        grad_x_TD, grad_weight_VD = (None if grad is None else grad * grad_loss for grad in ctx.saved_tensors)
+        grad_x_TD, grad_weight_VD = (
+            None if grad is None else grad * grad_loss for grad in ctx.saved_tensors
+        )
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(ctx.weight_dtype)
         return grad_x_TD, grad_weight_VD, None, None
@@ -113,8 +120,9 @@ def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def _kept_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the gradient of the weight waits for the backward. Before the backward
-    multiplies it, it is a sum over all tokens of the micro-batch, which may exceed the range of float16.
+    """Return the dtype in which the gradient of the weight waits for the backward. Before the
+    backward multiplies it, it is a sum over all tokens of the micro-batch, which may exceed the
+    range of float16.
     """
     return torch.bfloat16 if compute_dtype == torch.float16 else compute_dtype
 

@@ -1,5 +1,5 @@
-"""Multi-token prediction (DeepSeek-V3, 2412.19437, eq. 21-25): extra depths that predict further tokens
-in training.
+"""Multi-token prediction (DeepSeek-V3, 2412.19437, eq. 21-25): extra depths that predict further
+tokens in training.
 
 With t_i the token at position i, and h_0 what the head reads to predict t_{i+1}:
 
@@ -11,8 +11,8 @@ With t_i the token at position i, and h_0 what the head reads to predict t_{i+1}
 
 As in the paper, where each loss is divided by the length of the sequence, all are divided by the
 same number: that of the main targets of the whole step on all ranks, which is counted beforehand.
-Embedding and head are those of the model. The last d positions of a sequence have no target at depth
-d, and neither have positions whose document ends before t_{i+d}.
+Embedding and head are those of the model. The last d positions of a sequence have no target at
+depth d, and neither have positions whose document ends before t_{i+d}.
 
 Shape suffixes: B sequences, S positions, D dim, P depths.
 """
@@ -39,17 +39,21 @@ class Joint(nn.Module):
         """The last norm of the depth."""
 
     def forward(self, embedded_BSD: Tensor, stream_BSD: Tensor) -> Tensor:
-        """Return the block's input, from the embedded tokens and what the head read one depth before."""
-        return self.proj(torch.cat((self.token_norm(embedded_BSD), self.stream_norm(stream_BSD)), dim=-1))
+        """Return the block's input, from the embedded tokens and what the head read one depth
+        before.
+        """
+        return self.proj(
+            torch.cat((self.token_norm(embedded_BSD), self.stream_norm(stream_BSD)), dim=-1)
+        )
 
 
 def join(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the tensors as results of one node of autograd's graph.
 
-    The half of a split backward that computes the gradients of weights begins where the paths from a
-    weight meet those from the stage's input. If the table met them at several depths, the half would
-    pass through the blocks between these depths, and through each of them a second time for its own
-    weights, which autograd refuses. After this node, the table meets them here only.
+    The half of a split backward that computes the gradients of weights begins where the paths from
+    a weight meet those from the stage's input. If the table met them at several depths, the half
+    would pass through the blocks between these depths, and through each of them a second time for
+    its own weights, which autograd refuses. After this node, the table meets them here only.
     """
     joined = _Join.apply(*tensors)
     assert isinstance(joined, tuple)
@@ -84,9 +88,12 @@ class _AddedGradient(torch.autograd.Function):
 
 
 @contextmanager
-def recording_depths(stages: Sequence[Any], num_depths: int, device: torch.device) -> Iterator[Tensor]:
-    """Let these stages add what the depths do inside the block to the returned tensor (2, P), fp64: the
-    summed losses, and the numbers of their targets. It stays 0 except on the rank of the last stage.
+def recording_depths(
+    stages: Sequence[Any], num_depths: int, device: torch.device
+) -> Iterator[Tensor]:
+    """Let these stages add what the depths do inside the block to the returned tensor (2, P), fp64:
+    the summed losses, and the numbers of their targets. It stays 0 except on the rank of the last
+    stage.
     """
     sums_2P = torch.zeros(2, num_depths, dtype=torch.float64, device=device)
     recording = stages if num_depths else ()
@@ -100,6 +107,11 @@ def recording_depths(stages: Sequence[Any], num_depths: int, device: torch.devic
 
 
 def mean_losses(sums: list[float]) -> tuple[float, ...]:
-    """Return the mean loss of each depth, from the summed losses and then the numbers of targets."""
+    """Return the mean loss of each depth, from the summed losses and then the numbers of
+    targets.
+    """
     num_depths = len(sums) // 2
-    return tuple(total / max(count, 1) for total, count in zip(sums[:num_depths], sums[num_depths:], strict=True))
+    return tuple(
+        total / max(count, 1)
+        for total, count in zip(sums[:num_depths], sums[num_depths:], strict=True)
+    )

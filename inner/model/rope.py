@@ -1,13 +1,18 @@
-"""Rotary position embedding (RoPE), and the scalings of its frequencies for sequences longer than in pre-training.
+"""Rotary position embedding (RoPE), and the scalings of its frequencies for sequences longer than
+in pre-training.
 
-Pair e of a head of size E turns by position x f_e with f_e = theta^(-2 e / E). A scaling by `factor` keeps a share s_e
-of each frequency and divides the rest: f_e (s_e + (1 - s_e) / factor). N is the length of the pre-training sequences.
+Pair e of a head of size E turns by position x f_e with f_e = theta^(-2 e / E). A scaling by
+`factor` keeps a share s_e of each frequency and divides the rest: f_e (s_e + (1 - s_e) / factor). N
+is the length of the pre-training sequences.
 
     linear   s = 0: all positions are interpolated
-    llama3   s = (N f_e / 2 pi - low_freq_factor) / (high_freq_factor - low_freq_factor), within 0 and 1
-    yarn     s falls from 1 to 0 between the pairs that turn beta_fast and beta_slow times over N positions (2309.00071,
-             section 3.2); cosines and sines are multiplied by attention_factor (section 3.4)
-    dynamic  changes theta instead, for sequences of S > N: theta (factor S / N - factor + 1)^(E / (E - 2))
+    llama3   s = (N f_e / 2 pi - low_freq_factor) / (high_freq_factor - low_freq_factor), within 0
+             and 1
+    yarn     s falls from 1 to 0 between the pairs that turn beta_fast and beta_slow times over N
+             positions (2309.00071, section 3.2); cosines and sines are multiplied by
+             attention_factor (section 3.4)
+    dynamic  changes theta instead, for sequences of S > N: theta (factor S / N - factor + 1)^(E /
+             (E - 2))
 
 Shape suffixes: B sequences, S positions, H heads, E head size, P = E/2.
 """
@@ -33,14 +38,18 @@ def rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
     angles_SP = torch.outer(positions_S.float(), rope_frequencies(sizes, seq_len))
     cos_SP = angles_SP.cos()
     sin_SP = angles_SP.sin()
-    table_2SE = torch.stack((torch.cat((cos_SP, cos_SP), dim=-1), torch.cat((-sin_SP, sin_SP), dim=-1)))
+    table_2SE = torch.stack(
+        (torch.cat((cos_SP, cos_SP), dim=-1), torch.cat((-sin_SP, sin_SP), dim=-1))
+    )
     return table_2SE * attention_factor(sizes.rope_scaling)
 
 
 def has_window_rope_table(sizes: ModelSizes) -> bool:
     """Return whether RoPE has another base in layers with a window."""
     window = sizes.decoder.window
-    return window is not None and window.rope_theta is not None and sizes.decoder.positions == "rope"
+    return (
+        window is not None and window.rope_theta is not None and sizes.decoder.positions == "rope"
+    )
 
 
 def window_rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
@@ -48,8 +57,12 @@ def window_rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> T
     and is not scaled.
     """
     window = sizes.decoder.window
-    assert window is not None and window.rope_theta is not None, "there is a base for layers with a window"
-    return rope_table(replace(sizes, rope_theta=window.rope_theta, rope_scaling=None), positions_S, seq_len)
+    assert window is not None and window.rope_theta is not None, (
+        "there is a base for layers with a window"
+    )
+    return rope_table(
+        replace(sizes, rope_theta=window.rope_theta, rope_scaling=None), positions_S, seq_len
+    )
 
 
 def rope_frequencies(sizes: ModelSizes, seq_len: int) -> Tensor:

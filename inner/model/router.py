@@ -2,7 +2,8 @@
 
     z = W x           in fp32, whatever the compute dtype
     s                 softmax(z), or the sigmoid of each z
-    choice            the `per_token` largest s + b, of the best groups; of equal ones the lower index
+    choice            the `per_token` largest s + b, of the best groups; of equal ones the lower
+                      index
     g                 s of the chosen, divided by their sum if the config says so, times `scale`
 
 b is the bias that balances the experts (2408.15664). It is a saved buffer and no parameter: it

@@ -14,8 +14,11 @@ from inner.model.transformer import Transformer
 from inner.params import stack
 
 
-def build_whole_model(sizes: ModelSizes, tensors: Mapping[str, Tensor], num_positions: int, device: str) -> Transformer:
-    """Build a model without gradients, for up to `num_positions`, from its full fp32 weights by full name.
+def build_whole_model(
+    sizes: ModelSizes, tensors: Mapping[str, Tensor], num_positions: int, device: str
+) -> Transformer:
+    """Build a model without gradients, for up to `num_positions`, from its full fp32 weights by
+    full name.
 
     `tensors`: the parameters, with a matrix for each expert, and the biases of routers where they
     are not zero. Those of extra depths are left out.
@@ -37,7 +40,9 @@ def build_whole_model(sizes: ModelSizes, tensors: Mapping[str, Tensor], num_posi
 
 
 @torch.no_grad()
-def summed_loss(model: Transformer, windows: Iterable[Tensor], seq_len: int, eos_id: int | None) -> tuple[float, int]:
+def summed_loss(
+    model: Transformer, windows: Iterable[Tensor], seq_len: int, eos_id: int | None
+) -> tuple[float, int]:
     """Return the summed loss in nats and the number of targets over int64 windows (B, seq_len + 1);
     `eos_id` ends a document.
     """

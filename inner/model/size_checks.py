@@ -23,12 +23,14 @@ def _check_heads(sizes: "ModelSizes") -> None:
     """
     if sizes.own_head_dim is not None and sizes.own_head_dim % 2:
         raise InputError(
-            f"model.head_dim ({sizes.own_head_dim}) must be even; try {nearest_multiples(sizes.own_head_dim, 2)}"
+            f"model.head_dim ({sizes.own_head_dim}) must be even; try "
+            f"{nearest_multiples(sizes.own_head_dim, 2)}"
         )
     if sizes.latent is None and sizes.own_head_dim is None and sizes.dim % (2 * sizes.num_heads):
         raise InputError(
             f"model.dim ({sizes.dim}) must be a multiple of 2 x num_heads ({sizes.num_heads}); "
-            f"try model.dim {nearest_multiples(sizes.dim, 2 * sizes.num_heads)}, or set model.head_dim"
+            f"try model.dim {nearest_multiples(sizes.dim, 2 * sizes.num_heads)}, or set "
+            "model.head_dim"
         )
     if sizes.num_heads % sizes.num_kv_heads:
         divisors = [n for n in range(1, sizes.num_heads + 1) if sizes.num_heads % n == 0]
@@ -38,12 +40,14 @@ def _check_heads(sizes: "ModelSizes") -> None:
         )
     if sizes.qk_norm and sizes.qkv_bias:
         raise InputError(
-            "model.qk_norm and model.qkv_bias are both set, but no model type of transformers has both, so the "
+            "model.qk_norm and model.qkv_bias are both set, but no model type of transformers has "
+            "both, so the "
             "weights could not be exported; set one to false"
         )
     if sizes.qkv_bias and sizes.experts is not None:
         raise InputError(
-            "model.qkv_bias is true with model.experts, but none of the model types of transformers that can be "
+            "model.qkv_bias is true with model.experts, but none of the model types of "
+            "transformers that can be "
             "exported has both; set qkv_bias to false"
         )
 
@@ -56,12 +60,14 @@ def _check_experts(sizes: "ModelSizes") -> None:
         return
     if sizes.dim % 8:
         raise InputError(
-            f"model.dim ({sizes.dim}) must be a multiple of 8 with model.experts, because grouped matrix products "
+            f"model.dim ({sizes.dim}) must be a multiple of 8 with model.experts, because grouped "
+            "matrix products "
             f"need rows of whole 16 bytes; try {nearest_multiples(sizes.dim, 8)}"
         )
     if sizes.experts.dense_layers >= sizes.num_layers:
         raise InputError(
-            f"model.experts.dense_layers ({sizes.experts.dense_layers}) leaves none of model.num_layers "
+            f"model.experts.dense_layers ({sizes.experts.dense_layers}) leaves none of "
+            "model.num_layers "
             f"({sizes.num_layers}) with experts; lower it, or leave model.experts out"
         )
 
@@ -72,13 +78,19 @@ def _check_latent(sizes: "ModelSizes") -> None:
         return
     if sizes.num_kv_heads != sizes.num_heads:
         raise InputError(
-            f"model.num_kv_heads ({sizes.num_kv_heads}) must equal num_heads ({sizes.num_heads}) with model.latent, "
+            f"model.num_kv_heads ({sizes.num_kv_heads}) must equal num_heads ({sizes.num_heads}) "
+            "with model.latent, "
             f"whose heads do not share keys; set num_kv_heads to {sizes.num_heads}"
         )
-    beside = {"head_dim": sizes.own_head_dim is not None, "qk_norm": sizes.qk_norm, "qkv_bias": sizes.qkv_bias}
+    beside = {
+        "head_dim": sizes.own_head_dim is not None,
+        "qk_norm": sizes.qk_norm,
+        "qkv_bias": sizes.qkv_bias,
+    }
     if given := [f"model.{name}" for name, is_given in beside.items() if is_given]:
         raise InputError(
-            f"{' and '.join(given)} cannot be set with model.latent, which has its own sizes; leave it out"
+            f"{' and '.join(given)} cannot be set with model.latent, which has its own sizes; "
+            "leave it out"
         )
 
 
@@ -97,7 +109,11 @@ def _check_decoder(sizes: "ModelSizes") -> None:
     if sizes.experts is not None:
         _refuse(decoder, OF_FEED_FORWARD, "model.experts, whose experts are SwiGLU without biases")
     if sizes.predict is not None:
-        _refuse(decoder, tuple(DecoderConfig.model_fields), "model.predict, which is for decoders like DeepSeek-V3's")
+        _refuse(
+            decoder,
+            tuple(DecoderConfig.model_fields),
+            "model.predict, which is for decoders like DeepSeek-V3's",
+        )
     if decoder.rotary_dim is not None and decoder.rotary_dim > sizes.head_dim:
         raise InputError(
             f"model.decoder.rotary_dim ({decoder.rotary_dim}) is more than the size of a head "

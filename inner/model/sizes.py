@@ -6,7 +6,15 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from inner.config import DecoderConfig, ExpertsConfig, LatentConfig, ModelConfig, PredictConfig, QkNorm, RopeScaling
+from inner.config import (
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    PredictConfig,
+    QkNorm,
+    RopeScaling,
+)
 from inner.errors import InputError
 from inner.model.size_checks import check_sizes
 
@@ -70,7 +78,9 @@ class ModelSizes:
     @property
     def normed_dims(self) -> tuple[int, int]:
         """Numbers of elements of queries and of keys that one norm of `qk_norm` takes together."""
-        return (self.q_dim, self.kv_dim) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
+        return (
+            (self.q_dim, self.kv_dim) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
+        )
 
     @property
     def attended_dim(self) -> int:
@@ -84,7 +94,9 @@ class ModelSizes:
 
     @property
     def query_factor(self) -> float:
-        """Factor of the queries, beside the division of scores by the square root of a head's size."""
+        """Factor of the queries, beside the division of scores by the square root of a head's
+        size.
+        """
         query_dim = self.decoder.query_dim
         return 1.0 if query_dim is None else math.sqrt(self.head_dim / query_dim)
 
@@ -97,7 +109,9 @@ class ModelSizes:
         learned = self.decoder.max_positions
         found: dict[str, tuple[int, ...]] = {"embed.weight": table}
         found |= {} if learned is None else {"position.weight": (learned, self.dim)}
-        found |= {"norm.weight": (self.dim,)} | ({"norm.bias": (self.dim,)} if self.decoder.has_norm_bias else {})
+        found |= {"norm.weight": (self.dim,)} | (
+            {"norm.bias": (self.dim,)} if self.decoder.has_norm_bias else {}
+        )
         return found if self.tie_embeddings else found | {"head.weight": table}
 
     @property
@@ -173,7 +187,9 @@ PRESETS: dict[str, ModelSizes] = {
         num_heads=4,
         num_kv_heads=4,
         ffn_dim=256,
-        experts=ExpertsConfig(number=16, per_token=2, dim=64, shared=1, dense_layers=1, scores="sigmoid"),
+        experts=ExpertsConfig(
+            number=16, per_token=2, dim=64, shared=1, dense_layers=1, scores="sigmoid"
+        ),
         latent=LatentConfig(kv_rank=32, nope_dim=16, rope_dim=16, value_dim=24),
     ),
     # OLMoE-1B-7B (2409.02060): 1.3 of 6.9 billion parameters are active per token.
@@ -234,13 +250,16 @@ def resolve_model(config: ModelConfig, vocab_size: int) -> ModelSizes | OwnModel
     if config.name is None:
         return resolve_sizes(config, vocab_size)
     _check_vocab_size(config, vocab_size)
-    return OwnModel(name=config.name, options=config.options, vocab_size=config.vocab_size or vocab_size)
+    return OwnModel(
+        name=config.name, options=config.options, vocab_size=config.vocab_size or vocab_size
+    )
 
 
 def _check_vocab_size(config: ModelConfig, vocab_size: int) -> None:
     if config.vocab_size is not None and config.vocab_size < vocab_size:
         raise InputError(
-            f"model.vocab_size ({config.vocab_size}) is smaller than the tokenizer's ({vocab_size}); "
+            f"model.vocab_size ({config.vocab_size}) is smaller than the tokenizer's "
+            f"({vocab_size}); "
             f"set it to at least {vocab_size} or leave it out"
         )
 
@@ -253,14 +272,19 @@ def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
     """
     if config.name is not None:
         raise InputError(
-            f"model.name: {config.name} is an own model: its FLOPs, memory and traffic cannot be counted, and its "
+            f"model.name: {config.name} is an own model: its FLOPs, memory and traffic cannot be "
+            "counted, and its "
             "weights cannot be exported; use it with `train`, `launch`, `simulate` and `join`"
         )
     _check_vocab_size(config, vocab_size)
     given = {each.name: getattr(config, each.name, None) for each in fields(ModelSizes)}
     # A value at its default leaves that of the preset.
     defaults = {name: info.default for name, info in ModelConfig.model_fields.items()}
-    overrides = {name: value for name, value in given.items() if value is not None and value != defaults[name]}
+    overrides = {
+        name: value
+        for name, value in given.items()
+        if value is not None and value != defaults[name]
+    }
     if config.head_dim is not None:
         overrides["own_head_dim"] = config.head_dim
     overrides.setdefault("vocab_size", vocab_size)
@@ -279,6 +303,8 @@ def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
     else:
         near = get_close_matches(config.preset.lower(), PRESETS, n=1, cutoff=0.0)[0]
         allowed = ", ".join(PRESETS)
-        raise InputError(f"model.preset {config.preset!r} is unknown; nearest is {near!r}; allowed: {allowed}")
+        raise InputError(
+            f"model.preset {config.preset!r} is unknown; nearest is {near!r}; allowed: {allowed}"
+        )
     check_sizes(sizes)
     return sizes

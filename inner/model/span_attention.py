@@ -1,6 +1,7 @@
 """Attention with a rule for its scores: a sliding window, a soft cap, ALiBi.
 
-    score of query i and key j = cap tanh(q_i k_j / (sqrt(E) cap)) - slope (i - j)      for first_i <= j <= i
+    score of query i and key j = cap tanh(q_i k_j / (sqrt(E) cap)) - slope (i - j)
+    for first_i <= j <= i
 
 The first key that a query sees is that of its document or of its window. Scores of some queries
 exist at a time, and only with keys that one of them sees, so neither memory nor work grow with
@@ -84,11 +85,15 @@ class Spans(NamedTuple):
         return Spans(self.positions_S[queries], self.first_BS[:, queries], self.keys_T)
 
 
-def build_spans(positions_S: Tensor, keys_T: Tensor, starts_BT: Tensor | None, window: int | None) -> Spans:
+def build_spans(
+    positions_S: Tensor, keys_T: Tensor, starts_BT: Tensor | None, window: int | None
+) -> Spans:
     """Return what queries at some positions see. `starts_BT`: where the document of each position
     of the whole sequence begins; None: documents are ignored. Then B is 1.
     """
-    first_BS = torch.zeros_like(positions_S)[None] if starts_BT is None else starts_BT[:, positions_S]
+    first_BS = (
+        torch.zeros_like(positions_S)[None] if starts_BT is None else starts_BT[:, positions_S]
+    )
     if window is not None:
         first_BS = torch.maximum(first_BS, positions_S - window + 1)
     return Spans(positions_S, first_BS, keys_T)
@@ -126,9 +131,13 @@ def span_forward(
     least fp32. Where a query sees none of the keys they are 0 and minus infinity.
     """
     out_BHSE = torch.zeros_like(q_BHSE)
-    lse_BHS = q_BHSE.new_full(q_BHSE.shape[:3], -torch.inf, dtype=torch.promote_types(q_BHSE.dtype, torch.float32))
+    lse_BHS = q_BHSE.new_full(
+        q_BHSE.shape[:3], -torch.inf, dtype=torch.promote_types(q_BHSE.dtype, torch.float32)
+    )
     for chunk in _chunks(spans, q_BHSE.device):
-        scores_BKGCW, _ = _scores(q_BHSE[:, :, chunk.queries], k_BKTE[:, :, chunk.keys], chunk, rule)
+        scores_BKGCW, _ = _scores(
+            q_BHSE[:, :, chunk.queries], k_BKTE[:, :, chunk.keys], chunk, rule
+        )
         lse_BKGC = scores_BKGCW.logsumexp(dim=-1)
         # A query that sees none of the keys has weights of 0, and not of exp(inf - inf).
         weights_BKGCW = (scores_BKGCW - lse_BKGC.nan_to_num(neginf=0.0)[..., None]).exp()
@@ -161,7 +170,9 @@ def span_backward(
         q_BHCE = q_BHSE[:, :, chunk.queries]
         keys_BKWE = k_BKTE[:, :, chunk.keys]
         scores_BKGCW, slope_BKGCW = _scores(q_BHCE, keys_BKWE, chunk, rule)
-        lse_BKGC, sums_BKGC = (x[:, :, chunk.queries].unflatten(1, groups) for x in (lse_BHS, sums_BHS))
+        lse_BKGC, sums_BKGC = (
+            x[:, :, chunk.queries].unflatten(1, groups) for x in (lse_BHS, sums_BHS)
+        )
         weights_BKGCW = (scores_BKGCW - lse_BKGC[..., None]).exp()
         grad_BKGCE = grad_BHSE[:, :, chunk.queries].unflatten(1, groups)
         d_weights_BKGCW = grad_BKGCE @ v_BKTE[:, :, None, chunk.keys].transpose(-2, -1)
@@ -174,13 +185,17 @@ def span_backward(
     return dq_BHSE * scale, dk_BKTE * scale, dv_BKTE
 
 
-def _scores(q_BHCE: Tensor, k_BKWE: Tensor, chunk: _Chunk, rule: ScoreRule) -> tuple[Tensor, Tensor | float]:
+def _scores(
+    q_BHCE: Tensor, k_BKWE: Tensor, chunk: _Chunk, rule: ScoreRule
+) -> tuple[Tensor, Tensor | float]:
     """Return the scores (B, K, G, C, W) in at least fp32, minus infinity where a query does not see
     a key, and their derivatives by the products of queries and keys.
     """
     num_kv_heads = k_BKWE.shape[1]
     products_BKGCW = q_BHCE.unflatten(1, (num_kv_heads, -1)) @ k_BKWE[:, :, None].transpose(-2, -1)
-    scores_BKGCW = products_BKGCW.to(torch.promote_types(q_BHCE.dtype, torch.float32)) / math.sqrt(q_BHCE.shape[-1])
+    scores_BKGCW = products_BKGCW.to(torch.promote_types(q_BHCE.dtype, torch.float32)) / math.sqrt(
+        q_BHCE.shape[-1]
+    )
     slope_BKGCW = 1.0
     if rule.cap is not None:
         bent_BKGCW = (scores_BKGCW / rule.cap).tanh()
@@ -253,7 +268,9 @@ def _fake_forward(q_BHSE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @span_attention_backward.register_fake
-def _fake_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

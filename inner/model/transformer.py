@@ -89,7 +89,9 @@ class Block(nn.Module):
         self.attention_out_norm = build_norm(sizes, sizes.dim) if decoder.norms_outputs else None
         self.ffn_norm = build_norm(sizes, sizes.dim) if decoder.has_ffn_norm else None
         is_mixture = sizes.has_experts(layer)
-        self.ffn = Mixture(sizes, layer) if is_mixture else FeedForward(sizes.dim, sizes.ffn_dim, decoder)
+        self.ffn = (
+            Mixture(sizes, layer) if is_mixture else FeedForward(sizes.dim, sizes.ffn_dim, decoder)
+        )
         self.ffn_out_norm = build_norm(sizes, sizes.dim) if decoder.norms_outputs else None
         self.joint = Joint(sizes) if layer in sizes.predicting_layers else None
 
@@ -105,8 +107,8 @@ class Block(nn.Module):
         """Return the stream after this layer. Only a mixture of experts uses `is_input_BS`: see
         Mixture. `masks`: dropout after attention and feed-forward; None: no dropout.
 
-        The block of an extra depth gets what the head read one depth before, and the embedded tokens
-        of the depth. It returns what the head reads.
+        The block of an extra depth gets what the head read one depth before, and the embedded
+        tokens of the depth. It returns what the head reads.
         """
         if self.joint is None:
             return self._layer(x_BSD, rope_2SE, packing, is_input_BS, masks)
@@ -141,12 +143,16 @@ class Head(nn.Module):
         super().__init__()
         # A tied head reads the embedding's weight. A second Parameter would become a separate
         # tensor in to_empty().
-        self.weight = None if sizes.tie_embeddings else nn.Parameter(torch.empty(sizes.vocab_size, sizes.dim))
+        self.weight = (
+            None if sizes.tie_embeddings else nn.Parameter(torch.empty(sizes.vocab_size, sizes.dim))
+        )
         self.scale = sizes.decoder.logit_scale
         self.cap = sizes.decoder.logit_cap
         self.cross_entropy: CrossEntropy = ChunkedCrossEntropy(LOSS_CHUNK, cap=self.cap)
 
-    def forward(self, x_BSD: Tensor, tied_VD: Tensor | None, targets_BS: Tensor | None, num_losses: int = 1) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, tied_VD: Tensor | None, targets_BS: Tensor | None, num_losses: int = 1
+    ) -> Tensor:
         """Return the loss summed over valid targets (0-dim fp32), or logits (B, S, V) without
         targets.
 
@@ -162,11 +168,15 @@ class Head(nn.Module):
         if num_losses == 1:
             return self.cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
         parts = zip(x_BSD.chunk(num_losses), targets_BS.chunk(num_losses), strict=True)
-        return torch.stack([self.cross_entropy(x.flatten(0, 1), weight_VD, part.flatten()) for x, part in parts])
+        return torch.stack(
+            [self.cross_entropy(x.flatten(0, 1), weight_VD, part.flatten()) for x, part in parts]
+        )
 
 
 class Transformer(nn.Module):
-    """The model, or one pipeline stage of it. Build it on the meta device, then call `initialise`."""
+    """The model, or one pipeline stage of it. Build it on the meta device, then call
+    `initialise`.
+    """
 
     rope_2SE: Tensor
     window_rope_2SE: Tensor | None
@@ -175,7 +185,11 @@ class Transformer(nn.Module):
     """Positions of the inputs, int64, if vectors are learned for them."""
 
     def __init__(
-        self, sizes: ModelSizes, positions_S: Tensor, stage: Stage | None = None, seq_len: int | None = None
+        self,
+        sizes: ModelSizes,
+        positions_S: Tensor,
+        stage: Stage | None = None,
+        seq_len: int | None = None,
     ) -> None:
         """Build modules without values. `positions_S`: positions of the inputs in a sequence of
         `seq_len`, int64 on the CPU. If `seq_len` is None, the positions are the whole sequence.
@@ -195,11 +209,15 @@ class Transformer(nn.Module):
         """Where the extra depths add their losses in a training step: see recording_depths."""
         self._positions_S = positions_S
         self._seq_len = len(positions_S) if seq_len is None else seq_len
-        self.register_buffer("rope_2SE", torch.empty(2, len(positions_S), sizes.rope_dim), persistent=False)
+        self.register_buffer(
+            "rope_2SE", torch.empty(2, len(positions_S), sizes.rope_dim), persistent=False
+        )
         has_window_rope = has_window_rope_table(sizes)
         window_rope_2SE = torch.empty_like(self.rope_2SE) if has_window_rope else None
         self.register_buffer("window_rope_2SE", window_rope_2SE, persistent=False)
-        learned_S = None if self.position is None else torch.empty(len(positions_S), dtype=torch.int64)
+        learned_S = (
+            None if self.position is None else torch.empty(len(positions_S), dtype=torch.int64)
+        )
         self.register_buffer("positions_S", learned_S, persistent=False)
 
     def blocks(self) -> Iterator[Block]:
@@ -237,7 +255,9 @@ class Transformer(nn.Module):
 
     def rope_of(self, layer: int) -> Tensor:
         """Return RoPE's table for a layer, (2, S, E)."""
-        has_window = self.window_rope_2SE is not None and self.sizes.decoder.window_of(layer) is not None
+        has_window = (
+            self.window_rope_2SE is not None and self.sizes.decoder.window_of(layer) is not None
+        )
         table_2SE = self.window_rope_2SE if has_window else self.rope_2SE
         assert table_2SE is not None, "a table of its own was made for layers with a window"
         return table_2SE
@@ -252,11 +272,12 @@ class Transformer(nn.Module):
         ahead: Ahead | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
-        """Map tokens (B, S), or a stage's input (B, S, D), to the summed loss, the logits or the stage's output.
+        """Map tokens (B, S), or a stage's input (B, S, D), to the summed loss, the logits or the
+        stage's output.
 
         Token ids below 0 are padding. S may be smaller than the number of positions that the model
-        was built for. A stage with experts also needs the tokens if they are not its input. The loss is
-        that of the next tokens; with `ahead` its backward is also that of the extra depths.
+        was built for. A stage with experts also needs the tokens if they are not its input. The
+        loss is that of the next tokens; with `ahead` its backward is also that of the extra depths.
         """
         is_input_BS: Tensor | None = None
         if self.sizes.experts is not None:
@@ -265,7 +286,9 @@ class Transformer(nn.Module):
         x_BSD = drop(embedded.pop(0), _at(dropout, 0), EMBEDDING) if self.stage.is_first else x
         for number in self.stage.layers:
             layer = self.layers[str(number)]
-            x_BSD = layer(x_BSD, self.rope_of(number), packing, is_input_BS, None, _at(dropout, number))
+            x_BSD = layer(
+                x_BSD, self.rope_of(number), packing, is_input_BS, None, _at(dropout, number)
+            )
         if self.norm is None or self.head is None:
             return x_BSD
         table_VD = None if self.embed is None or self.head.weight is not None else self.embed.weight
@@ -279,7 +302,8 @@ class Transformer(nn.Module):
         return self._add_depths(self.head(torch.cat(read), table_VD, targets, len(read)), ahead)
 
     def _embed_all(self, x: Tensor, ahead: Ahead | None) -> list[Tensor]:
-        """Return the embedded input tokens, if this is the first stage, and those of each extra depth.
+        """Return the embedded input tokens, if this is the first stage, and those of each extra
+        depth.
 
         One call looks all of them up, because FSDP gathers the table for each call.
         """
@@ -303,7 +327,12 @@ class Transformer(nn.Module):
         return embedded_BSD + self.position(self.positions_S[begin : begin + tokens_BS.shape[1]])
 
     def _read_all(
-        self, x_BSD: Tensor, embedded: list[Tensor], packing: Packing | None, ahead: Ahead, dropout: Dropout | None
+        self,
+        x_BSD: Tensor,
+        embedded: list[Tensor],
+        packing: Packing | None,
+        ahead: Ahead,
+        dropout: Dropout | None,
     ) -> Iterator[Tensor]:
         """Yield what the head reads for the next token, and at each extra depth."""
         assert self.norm is not None, "the last stage has the last norm"
@@ -313,7 +342,9 @@ class Transformer(nn.Module):
         for depth, number in enumerate(self.sizes.predicting_layers):
             layer = self.layers[str(number)]
             masks = _at(dropout, number)
-            read_BSD = layer(read_BSD, self.rope_2SE, packing, is_input_PBS[depth], embedded[depth], masks)
+            read_BSD = layer(
+                read_BSD, self.rope_2SE, packing, is_input_PBS[depth], embedded[depth], masks
+            )
             yield read_BSD
 
     def _add_depths(self, losses: Tensor, ahead: Ahead) -> Tensor:

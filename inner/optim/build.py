@@ -45,9 +45,10 @@ def build_optimizers(
     AdamW for other parameters.
 
     Each is wrapped in PrimalAveraging if the config asks for it; the live parameters are then its
-    y. The groups contain `lr_scale`, see learning_rate.set_lr. `all_names` are the parameters of the whole model,
-    of which `stages` hold some. `muon_dtype` is the dtype of Muon's matrix products. `rounding` is needed
-    for states in bf16. Raises InputError if a group's pattern selects none of the parameters.
+    y. The groups contain `lr_scale`, see learning_rate.set_lr. `all_names` are the parameters of
+    the whole model, of which `stages` hold some. `muon_dtype` is the dtype of Muon's matrix
+    products. `rounding` is needed for states in bf16. Raises InputError if a group's pattern
+    selects none of the parameters.
     """
     group_of = _assign_groups(all_names, config.groups)
     # Parameters with equal settings form one optimizer group.
@@ -57,11 +58,15 @@ def build_optimizers(
             params.setdefault(_settings(name, param, group_of[name], config), []).append(param)
     groups: dict[str, list[dict[str, Any]]] = {}
     for (name, lr_scale, decay), members in params.items():
-        groups.setdefault(name, []).append({"params": members, "lr_scale": lr_scale, "weight_decay": decay})
+        groups.setdefault(name, []).append(
+            {"params": members, "lr_scale": lr_scale, "weight_decay": decay}
+        )
     names = [name for name in dict.fromkeys((config.name, "adamw")) if name in groups]
     builders = BUILDERS | {"muon": partial(_build_muon, muon_dtype)}
     if config.state_dtype == "bfloat16":
-        assert rounding is not None, "states in bf16 need the rectangles that this rank holds, and a seed"
+        assert rounding is not None, (
+            "states in bf16 need the rectangles that this rank holds, and a seed"
+        )
         builders |= {"adamw": partial(_build_rounded_adamw, rounding)}
     optimizers = [builders.get(name, build_own_optimizer)(groups[name], config) for name in names]
     if config.averaging is None:
@@ -71,7 +76,9 @@ def build_optimizers(
 
 def _build_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
     if config.momentum_weight < 1:
-        return QuasiHyperbolicAdamW(groups, config.lr, config.betas, config.eps, config.momentum_weight)
+        return QuasiHyperbolicAdamW(
+            groups, config.lr, config.betas, config.eps, config.momentum_weight
+        )
     return AdamW(groups, config.lr, config.betas, config.eps, fused=True)
 
 
@@ -82,15 +89,21 @@ BUILDERS: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]
 }
 
 
-def _build_rounded_adamw(rounding: Rounding, groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+def _build_rounded_adamw(
+    rounding: Rounding, groups: list[dict[str, Any]], config: OptimizerConfig
+) -> Optimizer:
     return RoundedAdamW(groups, config.lr, config.betas, config.eps, rounding.params, rounding.seed)
 
 
-def _build_muon(dtype: torch.dtype, groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+def _build_muon(
+    dtype: torch.dtype, groups: list[dict[str, Any]], config: OptimizerConfig
+) -> Optimizer:
     return Muon(groups, config.lr, config.muon_momentum, dtype, config.muon_row_beta)
 
 
-def _settings(name: str, param: Tensor, group: ParamGroup | None, config: OptimizerConfig) -> tuple[str, float, float]:
+def _settings(
+    name: str, param: Tensor, group: ParamGroup | None, config: OptimizerConfig
+) -> tuple[str, float, float]:
     """Return optimizer, lr_scale and weight decay: the group's values, or the defaults for this
     kind of parameter.
     """
@@ -107,24 +120,30 @@ def _settings(name: str, param: Tensor, group: ParamGroup | None, config: Optimi
     return group.optimizer or optimizer, group.lr_scale, weight_decay
 
 
-def _assign_groups(all_names: list[str], groups: tuple[ParamGroup, ...]) -> dict[str, ParamGroup | None]:
+def _assign_groups(
+    all_names: list[str], groups: tuple[ParamGroup, ...]
+) -> dict[str, ParamGroup | None]:
     """Return the first group whose pattern matches, by parameter name. Raises InputError if a group
     gets no parameter.
     """
     patterns = [(group, NamePattern(group.pattern)) for group in groups]
-    matches = {name: [group for group, pattern in patterns if pattern.is_in(name)] for name in all_names}
+    matches = {
+        name: [group for group, pattern in patterns if pattern.is_in(name)] for name in all_names
+    }
     for number, group in enumerate(groups):
         competing = [found for found in matches.values() if group in found]
         where = f"optimizer.groups[{number}]: pattern {group.pattern!r}"
         if not competing:
             near = get_close_matches(group.pattern.replace("\\", ""), all_names, n=1, cutoff=0.0)[0]
             raise InputError(
-                f"{where} matches none of the model's {len(all_names)} parameters; it is a regular expression searched "
+                f"{where} matches none of the model's {len(all_names)} parameters; it is a regular "
+                "expression searched "
                 f"for in names like {all_names[0]!r}; the nearest name is {near!r}"
             )
         if not any(found[0] is group for found in competing):
             raise InputError(
-                f"{where} matches only parameters that earlier groups take, the first by {competing[0][0].pattern!r}; "
+                f"{where} matches only parameters that earlier groups take, the first by "
+                f"{competing[0][0].pattern!r}; "
                 "put the narrower pattern first, or remove this group"
             )
     return {name: found[0] if found else None for name, found in matches.items()}

@@ -36,7 +36,10 @@ def clip_gradients(model_parts: Sequence[Transformer], norm: float, longest: flo
 def multiply_gradients(model_parts: Sequence[Transformer], factor: float) -> None:
     """Multiply every gradient on this rank, fp32, by `factor` in place."""
     grads = [
-        local_tensor(param.grad) for model in model_parts for param in model.parameters() if param.grad is not None
+        local_tensor(param.grad)
+        for model in model_parts
+        for param in model.parameters()
+        if param.grad is not None
     ]
     torch._foreach_mul_(grads, factor)
 
@@ -56,4 +59,6 @@ def _is_first_replica(grad: Tensor) -> bool:
         return True
     place = grad.device_mesh.get_coordinate()
     assert place is not None, "this rank is not in the gradient's mesh"
-    return not any(isinstance(p, Replicate) and at for p, at in zip(grad.placements, place, strict=True))
+    return not any(
+        isinstance(p, Replicate) and at for p, at in zip(grad.placements, place, strict=True)
+    )

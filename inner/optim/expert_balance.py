@@ -82,7 +82,9 @@ class CollapseWatch:
         for layer, counts in zip(routing.layers, routing.counts, strict=True):
             # A token may choose several experts, so the share is of tokens and not of choices.
             is_large = max(counts) > LARGE_SHARE * routing.num_tokens
-            self._num_steps[layer] = self._num_steps[layer] + 1 if is_large or self._has_told(layer) else 0
+            self._num_steps[layer] = (
+                self._num_steps[layer] + 1 if is_large or self._has_told(layer) else 0
+            )
         return tuple(layer for layer in routing.layers if self._num_steps[layer] == COLLAPSED_STEPS)
 
     def _has_told(self, layer: int) -> bool:
@@ -118,8 +120,8 @@ class ExpertBalance:
     ) -> Iterator[RoutedStep]:
         """Let the routers record the forwards inside the block, which are those of one step.
 
-        `num_tokens_here`: number of the step's tokens that this rank counts, 0-dim. `loss_scale`: the
-        factor of the gradients of all losses.
+        `num_tokens_here`: number of the step's tokens that this rank counts, 0-dim. `loss_scale`:
+        the factor of the gradients of all losses.
         """
         num_tokens = self._sum_over_ranks(num_tokens_here)
         scale = (loss_scale / num_tokens.clamp(min=1.0)).float()
@@ -130,20 +132,26 @@ class ExpertBalance:
     def gather(self, step: RoutedStep) -> RoutingResult:
         """Return what all ranks have recorded in a step."""
         number = self._num_experts
-        mine = torch.zeros(len(self._layers), number + ROUTER_SUMS, dtype=torch.float64, device=step.scale.device)
+        mine = torch.zeros(
+            len(self._layers), number + ROUTER_SUMS, dtype=torch.float64, device=step.scale.device
+        )
         for index, layer in enumerate(self._layers):
             record = step.layers.get(layer)
             if record is not None:
                 mine[index, :number] = record.counts_X
                 losses = record.sequence_loss, record.router_z_loss
-                mine[index, number:] = torch.stack([*losses, record.dropped, record.broken]).double()
+                mine[index, number:] = torch.stack(
+                    [*losses, record.dropped, record.broken]
+                ).double()
         rows = self._sum_over_ranks(mine).tolist()
         counts = tuple(tuple(map(int, row[:number])) for row in rows)
-        # Each token makes the same number of choices in each layer. Extra depths, which are the last
-        # layers, have fewer tokens.
+        # Each token makes the same number of choices in each layer. Extra depths, which are the
+        # last layers, have fewer tokens.
         num_tokens = sum(counts[0]) // self._per_token
         per_token = 1.0 / max(sum(map(sum, counts)) // self._per_token, 1)
-        broken = tuple(layer for layer, row in zip(self._layers, rows, strict=True) if row[number + 3])
+        broken = tuple(
+            layer for layer, row in zip(self._layers, rows, strict=True) if row[number + 3]
+        )
         result = RoutingResult(
             num_tokens=num_tokens,
             layers=self._layers,

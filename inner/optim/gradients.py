@@ -14,8 +14,8 @@ from inner.params import local_tensor
 def sum_tied(model_parts: Sequence[Transformer], ends: dist.ProcessGroup | None) -> None:
     """Set both gradients of a tied table, in the first and the last pipeline stage, to their sum.
 
-    `ends` is the group of the two ranks that hold the copies, which must both call it; None if there is one copy or
-    this rank holds both.
+    `ends` is the group of the two ranks that hold the copies, which must both call it; None if
+    there is one copy or this rank holds both.
     """
     if len(model_parts) == 1 and ends is None:
         return
@@ -28,7 +28,9 @@ def sum_tied(model_parts: Sequence[Transformer], ends: dist.ProcessGroup | None)
         dist.all_reduce(grads[0], group=ends)
 
 
-def sum_over_tensor_ranks(model_parts: Sequence[Transformer], group: dist.ProcessGroup, *, splits_stream: bool) -> None:
+def sum_over_tensor_ranks(
+    model_parts: Sequence[Transformer], group: dist.ProcessGroup, *, splits_stream: bool
+) -> None:
     """Sum the gradients of weights that every rank of `tp` holds and uses for its own positions or
     heads.
 
@@ -39,7 +41,9 @@ def sum_over_tensor_ranks(model_parts: Sequence[Transformer], group: dist.Proces
     grads = [
         local_tensor(param.grad)
         for name, param in named
-        if param.grad is not None and _is_on_all_tensor_ranks(param) and (splits_stream or _is_shared_out(name))
+        if param.grad is not None
+        and _is_on_all_tensor_ranks(param)
+        and (splits_stream or _is_shared_out(name))
     ]
     if grads:
         total = torch.cat([grad.flatten() for grad in grads])
@@ -62,6 +66,8 @@ def _is_on_all_tensor_ranks(param: Tensor) -> bool:
     """Return whether a parameter of a tensor-parallel model is replicated over tp, the last axis of
     its mesh. The mesh of experts has no such axis.
     """
-    assert isinstance(param, DTensor), "tensor and expert parallelism make DTensors of all parameters"
+    assert isinstance(param, DTensor), (
+        "tensor and expert parallelism make DTensors of all parameters"
+    )
     axes = param.device_mesh.mesh_dim_names
     return axes is not None and axes[-1] == "tp" and isinstance(param.placements[-1], Replicate)

@@ -1,9 +1,9 @@
 """The loss scale of training in float16 (Mixed precision training, 1710.03740).
 
-float16 has no number between 0 and 6e-8, and none above 65504. Losses are multiplied by a power of two
-before the backward, so that small gradients do not become 0, and the fp32 gradients are divided by it
-afterwards, which is exact. A gradient that is not finite although the loss is, has overflowed: its step
-is skipped. The scale follows the overflows:
+float16 has no number between 0 and 6e-8, and none above 65504. Losses are multiplied by a power of
+two before the backward, so that small gradients do not become 0, and the fp32 gradients are divided
+by it afterwards, which is exact. A gradient that is not finite although the loss is, has
+overflowed: its step is skipped. The scale follows the overflows:
 
     2^16                  at first
     doubled               after GOOD_STEPS steps in a row without an overflow, up to 2^MAX_EXPONENT
@@ -39,8 +39,8 @@ class LossScale:
         return 2.0**self.exponent
 
     def observe(self, *, overflows: bool) -> None:
-        """Count a step with a finite loss, and set the scale of the next one. Raises TrainingStopped if
-        the gradient overflows at the lowest scale.
+        """Count a step with a finite loss, and set the scale of the next one. Raises
+        TrainingStopped if the gradient overflows at the lowest scale.
         """
         if overflows:
             self._observe_overflow()
@@ -62,8 +62,10 @@ class LossScale:
             return
         if self.exponent == 0:
             raise TrainingStopped(
-                f"the gradients of {self.num_overflows} steps in a row were too large for float16, the last ones with "
-                "a loss scale of 1, which is the smallest; lower optimizer.lr, lengthen optimizer.warmup_steps, or set "
+                f"the gradients of {self.num_overflows} steps in a row were too large for float16, "
+                "the last ones with "
+                "a loss scale of 1, which is the smallest; lower optimizer.lr, lengthen "
+                "optimizer.warmup_steps, or set "
                 "island.compute_dtype to bfloat16 or float32"
             )
         self.exponent -= 1

@@ -21,9 +21,11 @@ OptimizerState = dict[str, Tensor]
 
 
 class ParamsAndMoments:
-    """Reads and writes this rank's slices of parameters and moments in place, with the interface of LocalParams.
+    """Reads and writes this rank's slices of parameters and moments in place, with the interface of
+    LocalParams.
 
-    Build it before the first step: it creates the moments as zeros, which AdamW itself does only in its first step.
+    Build it before the first step: it creates the moments as zeros, which AdamW itself does only in
+    its first step.
     """
 
     specs: list[ParamSpec]
@@ -43,7 +45,9 @@ class ParamsAndMoments:
         `names`: the parameters of the whole model that have moments; None: all.
         """
         self._params = params
-        self.specs = [replace(spec, has_moments=names is None or spec.name in names) for spec in params.specs]
+        self.specs = [
+            replace(spec, has_moments=names is None or spec.name in names) for spec in params.specs
+        ]
         self.slices = list(params.slices)
         self._moments: list[list[Tensor]] = []
         """Of each slice of moments, this rank's part of the state of each copy of its parameter."""
@@ -125,7 +129,9 @@ def make_states(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, Opt
     """Create the states that AdamW would create in its first step, and return them by parameter."""
     states: dict[Tensor, OptimizerState] = {}
     for optimizer in optimizers:
-        assert isinstance(optimizer, torch.optim.AdamW), f"{type(optimizer).__name__} has no such moments"
+        assert isinstance(optimizer, torch.optim.AdamW), (
+            f"{type(optimizer).__name__} has no such moments"
+        )
         for group in optimizer.param_groups:
             for param in group["params"]:
                 state = optimizer.state[param]
@@ -142,7 +148,8 @@ def hold_within_second(optimizer: torch.optim.Optimizer) -> None:
     """Limit each element of a first moment m to twice the largest value that AdamW can reach with
     its second moment v.
 
-        |m| <= 2 c sqrt(v),   c^2 = sum_k ((1 - b1) b1^k)^2 / ((1 - b2) b2^k) = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2))
+        |m| <= 2 c sqrt(v),   c^2 = sum_k ((1 - b1) b1^k)^2 / ((1 - b2) b2^k) = (1 - b1)^2 / ((1 -
+                              b2) (1 - b1^2 / b2))
 
     The Cauchy-Schwarz inequality for the two sums over an island's gradients gives the largest
     value. The limit therefore changes neither the moments of one AdamW nor means of both moments.

@@ -42,7 +42,9 @@ def estimate_noise(small: tuple[float, float], large: tuple[float, float]) -> Gr
     (small_tokens, small_square) = small
     (large_tokens, large_square) = large
     assert 0 < small_tokens < large_tokens, f"{small_tokens} and {large_tokens} tokens"
-    signal = (large_tokens * large_square - small_tokens * small_square) / (large_tokens - small_tokens)
+    signal = (large_tokens * large_square - small_tokens * small_square) / (
+        large_tokens - small_tokens
+    )
     noise = (small_square - large_square) / (1 / small_tokens - 1 / large_tokens)
     return GradientNoise(signal, noise)
 
@@ -63,4 +65,6 @@ def without_targets(batch: MicroBatch, keeps: list[bool]) -> MicroBatch:
         return batch._replace(targets_BS=targets_BS)
     targets_PBS: Tensor = batch.ahead.targets_PBS.clone()
     targets_PBS[:, drops] = IGNORE_INDEX
-    return batch._replace(targets_BS=targets_BS, ahead=replace(batch.ahead, targets_PBS=targets_PBS))
+    return batch._replace(
+        targets_BS=targets_BS, ahead=replace(batch.ahead, targets_PBS=targets_PBS)
+    )

@@ -33,9 +33,17 @@ class PrimalAveraging(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        params = [
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
         states = [self.state[param].get(OFFSET) for param in params]
-        states = [torch.zeros_like(p) if state is None else state for p, state in zip(params, states, strict=True)]
+        states = [
+            torch.zeros_like(p) if state is None else state
+            for p, state in zip(params, states, strict=True)
+        ]
         local_params = [local_tensor(param) for param in params]
         offsets = [local_tensor(state) for state in states]
         torch._foreach_add_(local_params, offsets, alpha=-self._mu_y)

@@ -16,14 +16,20 @@ from inner.params import local_tensor
 class QuasiHyperbolicAdamW(AdamW):
     """AdamW whose step is along (1 - w) g + w m instead of the first moment m.
 
-        theta <- (1 - lr decay) theta - lr ((1 - w) g + w m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+        theta <- (1 - lr decay) theta - lr ((1 - w) g + w m / (1 - beta1^t)) / (sqrt(v / (1 -
+        beta2^t)) + eps)
 
     Its state is AdamW's, fp32, so checkpoints, memory and `outer.moments` are as for AdamW. A
     weight w of 1 is AdamW.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, momentum_weight: float
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        momentum_weight: float,
     ) -> None:
         super().__init__(groups, lr, betas, eps, fused=True)
         self._gradient_weight = 1.0 - momentum_weight

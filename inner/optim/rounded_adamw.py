@@ -1,8 +1,8 @@
 """AdamW with moments in bf16, which are rounded stochastically.
 
-A second moment changes by 1 - beta2 of a difference in a step, which is less than half of bf16's distance
-between two numbers: rounded to the nearest it would often stand still. Stochastic rounding goes up or down with
-probabilities that keep the mean:
+A second moment changes by 1 - beta2 of a difference in a step, which is less than half of bf16's
+distance between two numbers: rounded to the nearest it would often stand still. Stochastic rounding
+goes up or down with probabilities that keep the mean:
 
     round(x): add 16 random bits to the bits of the fp32 number, and cut off the low 16 bits
 
@@ -26,7 +26,9 @@ MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 class RoundedAdamW(Optimizer):
-    """Makes AdamW's step in fp32, and keeps the moments in bf16 between steps. Names of states are AdamW's."""
+    """Makes AdamW's step in fp32, and keeps the moments in bf16 between steps. Names of states are
+    AdamW's.
+    """
 
     def __init__(
         self,
@@ -37,7 +39,9 @@ class RoundedAdamW(Optimizer):
         params: LocalParams,
         seed: int,
     ) -> None:
-        """Create the optimizer. `params` tells which rectangles of the parameters this rank holds."""
+        """Create the optimizer. `params` tells which rectangles of the parameters this rank
+        holds.
+        """
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._params = params
         self._seed = seed
@@ -58,7 +62,10 @@ class RoundedAdamW(Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state |= {name: torch.zeros_like(param, dtype=torch.bfloat16, requires_grad=False) for name in MOMENTS}
+            state |= {
+                name: torch.zeros_like(param, dtype=torch.bfloat16, requires_grad=False)
+                for name in MOMENTS
+            }
         moments = [local_tensor(state[name]).float() for name in MOMENTS]
         (beta1, beta2) = group["betas"]
         adamw(
@@ -91,7 +98,9 @@ class RoundedAdamW(Optimizer):
 
 
 def row_keys(name: str, held: ParamSlice, step: Tensor) -> Tensor:
-    """Return the keys of a slice's rows in a step (0-dim), int64. The host does not wait for the step."""
+    """Return the keys of a slice's rows in a step (0-dim), int64. The host does not wait for the
+    step.
+    """
     first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % WORD
     of_step = mix(step.long() * signed(GAMMA) + signed(first))
     rows = torch.arange(held.rows[0] + 1, held.rows[1] + 1, device=step.device)
@@ -99,8 +108,8 @@ def row_keys(name: str, held: ParamSlice, step: Tensor) -> Tensor:
 
 
 def round_stochastically(exact: Tensor, draws: Tensor) -> Tensor:
-    """Return fp32 values in bf16, rounded up in magnitude if the low 16 bits and the draw (int16) add up to
-    2^16 or more.
+    """Return fp32 values in bf16, rounded up in magnitude if the low 16 bits and the draw (int16)
+    add up to 2^16 or more.
     """
     bits = exact.contiguous().view(torch.int32) + (draws.int() & 0xFFFF)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)

@@ -104,8 +104,12 @@ class Layout:
         return self.positions_at(self.seq_len)
 
     def positions_at(self, seq_len: int) -> torch.Tensor:
-        """Return the positions that this rank holds in sequences of this length, int64 on the CPU."""
-        return rank_positions(self.parallel.context, seq_len, self.mesh.degrees.cp, self.mesh.at["cp"])
+        """Return the positions that this rank holds in sequences of this length, int64 on the
+        CPU.
+        """
+        return rank_positions(
+            self.parallel.context, seq_len, self.mesh.degrees.cp, self.mesh.at["cp"]
+        )
 
 
 def build_stages(layout: Layout) -> list[Transformer]:
@@ -135,7 +139,12 @@ def _build_own_model(layout: Layout, own: OwnModel) -> Transformer:
     if layout.has_whole_weights:
         replicate(model, layout.mesh.copies)
     if layout.uses_fsdp:
-        apply_block_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(pp=1))
+        apply_block_fsdp(
+            model,
+            layout.mesh.fsdp,
+            layout.compute_dtype,
+            reshard=parallel.frees_after_forward(pp=1),
+        )
     return model.to_empty(device=layout.device)
 
 
@@ -157,7 +166,9 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
         for layer in model.blocks():
             layer.attention.attend = build_attend(parallel.context, layout.mesh.cp_group)
     if degrees.tp > 1:
-        apply_tensor_parallel(model, layout.mesh.tp, sequence_parallel=parallel.splits_stream(degrees.tp))
+        apply_tensor_parallel(
+            model, layout.mesh.tp, sequence_parallel=parallel.splits_stream(degrees.tp)
+        )
     if degrees.ep > 1:
         apply_expert_parallel(model, layout.mesh.sparse["ep"])
     apply_recompute(model, parallel.recompute)
@@ -168,7 +179,9 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
     if layout.uses_fsdp:
         reshard = parallel.frees_after_forward(degrees.pp)
         expert_mesh = layout.mesh.edp if layout.has_sparse_mesh else None
-        apply_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=reshard, expert_mesh=expert_mesh)
+        apply_fsdp(
+            model, layout.mesh.fsdp, layout.compute_dtype, reshard=reshard, expert_mesh=expert_mesh
+        )
     return model.to_empty(device=layout.device)
 
 
@@ -178,7 +191,9 @@ def build_cutter(layout: Layout, seq_len: int, eos_id: int | None) -> Cutter:
     """
     everywhere = layout.parallel.context == "ulysses"
     num_depths = layout.model.num_depths if isinstance(layout.model, ModelSizes) else 0
-    return Cutter(layout.positions_at(seq_len), seq_len, eos_id, layout.device, everywhere, num_depths)
+    return Cutter(
+        layout.positions_at(seq_len), seq_len, eos_id, layout.device, everywhere, num_depths
+    )
 
 
 def build_dropout(layout: Layout, rate: float, seed: int, seq_len: int) -> DropoutSource | None:
@@ -217,26 +232,39 @@ def build_runner(
     rank must call it. `copies`: those of the stages, which all runners of a trainer share.
     """
     degrees = layout.mesh.degrees
-    reduces_each = layout.parallel.reduces_each_micro_batch(1 if layout.has_whole_weights else degrees.fsdp)
+    reduces_each = layout.parallel.reduces_each_micro_batch(
+        1 if layout.has_whole_weights else degrees.fsdp
+    )
     if degrees.pp == 1:
         loss = own_model_loss if isinstance(layout.model, OwnModel) else whole_loss
         keeps_weights = layout.parallel.keeps_weights
         return OneStage(
-            stages[0], layout.device, copies, loss=loss, reduces_each=reduces_each, keeps_weights=keeps_weights
+            stages[0],
+            layout.device,
+            copies,
+            loss=loss,
+            reduces_each=reduces_each,
+            keeps_weights=keeps_weights,
         )
     num_positions = len(layout.positions_at(shape.seq_len))
-    stream_positions = num_positions // degrees.tp if layout.parallel.splits_stream(degrees.tp) else num_positions
-    stream = StreamShape(shape.micro_batch, num_positions, stream_positions, layout.sizes.dim, layout.compute_dtype)
+    stream_positions = (
+        num_positions // degrees.tp if layout.parallel.splits_stream(degrees.tp) else num_positions
+    )
+    stream = StreamShape(
+        shape.micro_batch, num_positions, stream_positions, layout.sizes.dim, layout.compute_dtype
+    )
     local = LocalStages(stages, layout.stage_ranks, layout.mesh.pp_group, stream, layout.device)
     # Imported here because torch's schedules bring its compiler, which most islands do not need.
     from inner.parallel.pipeline.step import Pipeline
 
-    return Pipeline(local, copies, layout.parallel.schedule, shape.num_micro_batches, reduces_each=reduces_each)
+    return Pipeline(
+        local, copies, layout.parallel.schedule, shape.num_micro_batches, reduces_each=reduces_each
+    )
 
 
 def build_tied_group(layout: Layout) -> dist.ProcessGroup | None:
-    """Return the group of the two ranks with copies of the embedding's table; None if no sum is needed.
-    Every rank must call it.
+    """Return the group of the two ranks with copies of the embedding's table; None if no sum is
+    needed. Every rank must call it.
     """
     if isinstance(layout.model, OwnModel):
         return None

@@ -9,8 +9,8 @@ experts of a rank of ep.
 
 Rows arrive sorted by expert, then by the rank that sent them, then by position.
 
-Shape suffixes: R rows of this rank's tokens sorted by expert, A rows that have arrived, D dim, X all
-experts, L experts of this rank, P ranks of ep.
+Shape suffixes: R rows of this rank's tokens sorted by expert, A rows that have arrived, D dim, X
+all experts, L experts of this rank, P ranks of ep.
 """
 
 from collections.abc import Callable
@@ -55,8 +55,9 @@ class RowExchange:
 
     group: ProcessGroup
     to_lists: Callable[[Tensor], list[list[int]]] = Tensor.tolist
-    """Returns the numbers of rows that are sent and received (2, P), which are on the host. A dry run, which
-    has no numbers, gives others."""
+    """Returns the numbers of rows that are sent and received (2, P), which are on the host. A dry
+    run, which has no numbers, gives others.
+    """
 
     @property
     def num_ranks(self) -> int:
@@ -154,14 +155,18 @@ def _order_by_expert(counts_PL: Tensor, num_rows: int) -> Tensor:
 
 
 def _send(rows: Tensor, sent: list[int], received: list[int], group_name: str) -> Tensor:
-    return _functional.wait_tensor(_functional.all_to_all_single(rows.contiguous(), received, sent, group_name))
+    return _functional.wait_tensor(
+        _functional.all_to_all_single(rows.contiguous(), received, sent, group_name)
+    )
 
 
 class _AllToAll(torch.autograd.Function):
     """Sends rows. The backward sends their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group_name: str) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group_name: str
+    ) -> Tensor:
         ctx.back = (received, sent, group_name)
         return _send(rows, sent, received, group_name)
 

@@ -30,7 +30,12 @@ KEPT_OPERATORS = {
             "_scaled_dot_product_efficient_attention",
             "_scaled_dot_product_cudnn_attention",
         ),
-        "_c10d_functional": ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"),
+        "_c10d_functional": (
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "all_reduce",
+            "all_to_all_single",
+        ),
     }.items()
     for name in names
 } | {VARLEN_OPERATOR, SPAN_OPERATOR}

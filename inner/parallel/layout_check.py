@@ -18,7 +18,11 @@ without a gradient, and count the gradients of some weights twice."""
 
 
 def check_layout(
-    sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int, num_micro_batches: int
+    sizes: ModelSizes,
+    degrees: Degrees,
+    parallel: ParallelConfig,
+    seq_len: int,
+    num_micro_batches: int,
 ) -> None:
     """Raise InputError if the island's mesh cannot hold or run the model.
 
@@ -35,7 +39,9 @@ def check_layout(
     _check_experts(sizes, degrees, parallel)
     _check_depths(sizes, seq_len)
     _check_decoder(sizes, degrees, parallel, seq_len)
-    check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
+    check_context(
+        parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads
+    )
     _check_positions(sizes, degrees, parallel, seq_len)
 
 
@@ -49,25 +55,32 @@ def check_torch(parallel: ParallelConfig, degrees: Degrees, installed: str | Non
     number = re.match(r"(\d+)\.(\d+)", installed)
     if number is not None and (int(number[1]), int(number[2])) < SPLITS_SINCE:
         raise InputError(
-            f"island.parallel.schedule: {parallel.schedule} splits the backward, which needs torch 2.13 or later, "
-            f"but this is {installed}; install torch 2.13, or set schedule to 1f1b, interleaved_1f1b or breadth_first"
+            f"island.parallel.schedule: {parallel.schedule} splits the backward, which needs torch "
+            "2.13 or later, "
+            f"but this is {installed}; install torch 2.13, or set schedule to 1f1b, "
+            "interleaved_1f1b or breadth_first"
         )
 
 
-def check_whole_weights(parallel: ParallelConfig, degrees: Degrees, model: ModelSizes | OwnModel) -> None:
+def check_whole_weights(
+    parallel: ParallelConfig, degrees: Degrees, model: ModelSizes | OwnModel
+) -> None:
     """Raise InputError if the config asks for whole weights (ZeRO-0) on a mesh that shards them."""
     if parallel.zero != 0:
         return
     if degrees.dp_shard > 1:
         raise InputError(
             f"island.parallel.zero: 0 keeps weights whole on each rank, but island.mesh.dp_shard "
-            f"({degrees.dp_shard}) shards them; set dp_shard to 1 and dp_replicate to {degrees.num_data_ranks}, or "
+            f"({degrees.dp_shard}) shards them; set dp_shard to 1 and dp_replicate to "
+            f"{degrees.num_data_ranks}, or "
             "leave zero out"
         )
     if has_sparse_experts(degrees, model):
         raise InputError(
-            f"island.parallel.zero: 0 keeps weights whole, but with island.mesh.ep ({degrees.ep}) and tp "
-            f"({degrees.tp}) FSDP shards the experts; set ep and tp to 1, or zero to 2 or 3, or leave it out"
+            f"island.parallel.zero: 0 keeps weights whole, but with island.mesh.ep ({degrees.ep}) "
+            "and tp "
+            f"({degrees.tp}) FSDP shards the experts; set ep and tp to 1, or zero to 2 or 3, or "
+            "leave it out"
         )
 
 
@@ -76,8 +89,10 @@ def _check_zero(parallel: ParallelConfig, degrees: Degrees) -> None:
         # torch 2.13 does not raise here: parameters silently end up with no gradient or with a part
         # of it.
         raise InputError(
-            f"island.parallel.zero: 3 frees weights that schedule {parallel.schedule}, which splits the backward, "
-            "still needs, and gradients would be lost; set zero to 2 or leave it out, or schedule to "
+            f"island.parallel.zero: 3 frees weights that schedule {parallel.schedule}, which "
+            "splits the backward, "
+            "still needs, and gradients would be lost; set zero to 2 or leave it out, or schedule "
+            "to "
             "1f1b, interleaved_1f1b or breadth_first"
         )
 
@@ -96,17 +111,21 @@ def find_compile_obstacle(parallel: ParallelConfig, degrees: Degrees) -> str | N
     recompute = parallel.recompute
     if degrees.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
         return (
-            f"schedule {parallel.schedule} splits the backward into inputs and weights, which a compiled "
-            "block cannot do; set compile to false, or schedule to 1f1b, interleaved_1f1b or breadth_first"
+            f"schedule {parallel.schedule} splits the backward into inputs and weights, which a "
+            "compiled "
+            "block cannot do; set compile to false, or schedule to 1f1b, interleaved_1f1b or "
+            "breadth_first"
         )
     if degrees.tp > 1 and recompute in ("attention", "full"):
         return (
-            f"with island.mesh.tp {degrees.tp}, blocks that recompute {recompute} cannot be compiled; "
+            f"with island.mesh.tp {degrees.tp}, blocks that recompute {recompute} cannot be "
+            "compiled; "
             "set recompute to selective or none, or compile to false"
         )
     if degrees.cp > 1 and recompute != "none":
         return (
-            f"with island.mesh.cp {degrees.cp}, blocks that recompute {recompute} would run uncompiled; "
+            f"with island.mesh.cp {degrees.cp}, blocks that recompute {recompute} would run "
+            "uncompiled; "
             "set recompute to none, or compile to false"
         )
     return None
@@ -116,22 +135,28 @@ def _check_experts(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig
     """Raise InputError if a mixture of experts cannot be spread over the mesh."""
     if sizes.experts is None:
         if degrees.ep > 1:
-            raise InputError(f"island.mesh.ep ({degrees.ep}): the model has no model.experts; set ep to 1")
+            raise InputError(
+                f"island.mesh.ep ({degrees.ep}): the model has no model.experts; set ep to 1"
+            )
         return
     _check_ep(sizes, sizes.experts, degrees)
     if parallel.compile is True:
         raise InputError(
-            "island.parallel.compile: blocks with model.experts cannot be compiled, because the number of rows per "
+            "island.parallel.compile: blocks with model.experts cannot be compiled, because the "
+            "number of rows per "
             "expert differs in each step; set compile to false or auto"
         )
     if degrees.cp * degrees.tp > 1 and sizes.experts.capacity is not None:
         raise InputError(
-            f"island.mesh (cp {degrees.cp}, tp {degrees.tp}): model.experts.capacity is a limit per sequence, and "
+            f"island.mesh (cp {degrees.cp}, tp {degrees.tp}): model.experts.capacity is a limit "
+            "per sequence, and "
             "ranks of cp and tp route parts of a sequence; set both to 1, or leave capacity out"
         )
 
 
-def _check_positions(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int) -> None:
+def _check_positions(
+    sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int
+) -> None:
     """Raise InputError if ranks of tp share the positions of a sequence, and not in equal parts."""
     positions = seq_len // degrees.cp
     if positions % degrees.tp == 0:
@@ -145,8 +170,10 @@ def _check_positions(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConf
     else:
         return
     raise InputError(
-        f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
-        f"{degrees.cp} = {positions}, {why}; set data.seq_len to a multiple of {degrees.cp * degrees.tp}{other_cure}"
+        f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len "
+        f"{seq_len} / cp "
+        f"{degrees.cp} = {positions}, {why}; set data.seq_len to a multiple of "
+        f"{degrees.cp * degrees.tp}{other_cure}"
     )
 
 
@@ -154,23 +181,29 @@ def _check_depths(sizes: ModelSizes, seq_len: int) -> None:
     """Raise InputError if sequences have no target for the last extra depth."""
     if sizes.num_depths >= seq_len:
         raise InputError(
-            f"model.predict.depths ({sizes.num_depths}) must be less than data.seq_len ({seq_len}), because depth d "
+            f"model.predict.depths ({sizes.num_depths}) must be less than data.seq_len "
+            f"({seq_len}), because depth d "
             "predicts the token d + 1 positions ahead; lower it"
         )
 
 
-def _check_decoder(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int) -> None:
+def _check_decoder(
+    sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int
+) -> None:
     """Raise InputError if the mesh or the sequences do not fit what distinguishes the decoder."""
     learned = sizes.decoder.max_positions
     if learned is not None and seq_len > learned:
         raise InputError(
-            f"data.seq_len ({seq_len}) is more than model.decoder.max_positions ({learned}), the number of learned "
+            f"data.seq_len ({seq_len}) is more than model.decoder.max_positions ({learned}), the "
+            "number of learned "
             "positions; lower seq_len, or raise max_positions"
         )
     if sizes.decoder.positions == "alibi" and degrees.cp > 1 and parallel.context == "ulysses":
         raise InputError(
-            f"island.parallel.context ulysses: with island.mesh.cp ({degrees.cp}) a rank computes heads of "
-            "other ranks, and model.decoder.positions alibi has a factor for each head; set context to ring "
+            f"island.parallel.context ulysses: with island.mesh.cp ({degrees.cp}) a rank computes "
+            "heads of "
+            "other ranks, and model.decoder.positions alibi has a factor for each head; set "
+            "context to ring "
             "or all_gather"
         )
 
@@ -179,14 +212,22 @@ def _check_ep(sizes: ModelSizes, experts: ExpertsConfig, degrees: Degrees) -> No
     """Raise InputError if the experts cannot be divided among the ranks of ep and edp."""
     if experts.number % degrees.ep:
         raise InputError(
-            f"island.mesh.ep ({degrees.ep}) must divide model.experts.number ({experts.number}); set ep to "
-            f"{_divisors(experts.number, degrees.ep)}, or number to {nearest_multiples(experts.number, degrees.ep)}"
+            f"island.mesh.ep ({degrees.ep}) must divide model.experts.number ({experts.number}); "
+            "set ep to "
+            f"{_divisors(experts.number, degrees.ep)}, or number to "
+            f"{nearest_multiples(experts.number, degrees.ep)}"
         )
     held = experts.number // degrees.ep
-    if degrees.has_sparse_mesh and degrees.edp > held and (experts.dim % degrees.edp or sizes.dim % degrees.edp):
+    if (
+        degrees.has_sparse_mesh
+        and degrees.edp > held
+        and (experts.dim % degrees.edp or sizes.dim % degrees.edp)
+    ):
         raise InputError(
-            f"island.mesh: {degrees.edp} ranks share the {held} experts of each rank of ep {degrees.ep}, and cut the "
-            f"rows of their matrices, so model.experts.dim ({experts.dim}) and model.dim ({sizes.dim}) must be "
+            f"island.mesh: {degrees.edp} ranks share the {held} experts of each rank of ep "
+            f"{degrees.ep}, and cut the "
+            f"rows of their matrices, so model.experts.dim ({experts.dim}) and model.dim "
+            f"({sizes.dim}) must be "
             f"multiples of {degrees.edp}; raise ep, or change these sizes"
         )
 
@@ -196,32 +237,45 @@ def _check_tensor(sizes: ModelSizes, tp: int) -> None:
         if value % tp:
             raise InputError(
                 f"island.mesh.tp ({tp}) must divide model.{field} ({value}); "
-                f"set island.mesh.tp to {_divisors(value, tp)}, or model.{field} to {-(-value // tp) * tp}"
+                f"set island.mesh.tp to {_divisors(value, tp)}, or model.{field} to "
+                f"{-(-value // tp) * tp}"
             )
     if sizes.num_kv_heads % tp and tp % sizes.num_kv_heads:
-        fitting = [n for n in range(1, tp + 1) if sizes.num_heads % n == 0 and (sizes.num_kv_heads % n == 0)]
+        fitting = [
+            n
+            for n in range(1, tp + 1)
+            if sizes.num_heads % n == 0 and (sizes.num_kv_heads % n == 0)
+        ]
         raise InputError(
-            f"island.mesh.tp ({tp}) must divide model.num_kv_heads ({sizes.num_kv_heads}) or be a multiple of it; "
+            f"island.mesh.tp ({tp}) must divide model.num_kv_heads ({sizes.num_kv_heads}) or be a "
+            "multiple of it; "
             f"set island.mesh.tp to {' or '.join(map(str, fitting))}"
         )
     if tp > 1 and sizes.qk_norm == "whole":
         raise InputError(
-            f"island.mesh.tp ({tp}): model.qk_norm whole norms all heads together, and the ranks of tp would have to "
+            f"island.mesh.tp ({tp}): model.qk_norm whole norms all heads together, and the ranks "
+            "of tp would have to "
             "add up squares in each layer; set tp to 1, or qk_norm to true"
         )
     if sizes.vocab_size < tp:
-        raise InputError(f"island.mesh.tp ({tp}) is more than model.vocab_size ({sizes.vocab_size}); lower it")
+        raise InputError(
+            f"island.mesh.tp ({tp}) is more than model.vocab_size ({sizes.vocab_size}); lower it"
+        )
 
 
-def check_context(method: ContextMethod, seq_len: int, cp: int, tp: int, num_heads: int, num_kv_heads: int) -> None:
+def check_context(
+    method: ContextMethod, seq_len: int, cp: int, tp: int, num_heads: int, num_kv_heads: int
+) -> None:
     """Raise InputError with a cure if `method` cannot spread such a sequence over cp ranks."""
     if cp == 1:
         return
     unit, words = (cp, "cp") if method == "ulysses" else (2 * cp, "2 x cp")
     if seq_len % unit:
         raise InputError(
-            f"data.seq_len ({seq_len}) must be a multiple of {words} = {unit} (island.mesh.cp {cp}, "
-            f"island.parallel.context {method}); try data.seq_len {nearest_multiples(seq_len, unit)}"
+            f"data.seq_len ({seq_len}) must be a multiple of {words} = {unit} (island.mesh.cp "
+            f"{cp}, "
+            f"island.parallel.context {method}); try data.seq_len "
+            f"{nearest_multiples(seq_len, unit)}"
         )
     # If there are fewer key-value heads than ranks of tp, each rank of tp has one key-value head.
     heads = num_heads // tp
@@ -229,8 +283,10 @@ def check_context(method: ContextMethod, seq_len: int, cp: int, tp: int, num_hea
     if method == "ulysses" and (heads % cp or kv_heads % cp):
         most = gcd(heads, kv_heads)
         raise InputError(
-            f"island.parallel.context ulysses spreads heads over island.mesh.cp ({cp}), but each rank of tp {tp} has "
-            f"{heads} of model.num_heads ({num_heads}) and {kv_heads} of model.num_kv_heads ({num_kv_heads}); "
+            f"island.parallel.context ulysses spreads heads over island.mesh.cp ({cp}), but each "
+            f"rank of tp {tp} has "
+            f"{heads} of model.num_heads ({num_heads}) and {kv_heads} of model.num_kv_heads "
+            f"({num_kv_heads}); "
             f"set context to ring or all_gather, or cp to {_divisors(most, most)}"
         )
 

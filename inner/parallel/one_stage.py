@@ -20,13 +20,17 @@ Loss = Callable[[Transformer, MicroBatch], Tensor]
 def whole_loss(model: Transformer, batch: MicroBatch) -> Tensor:
     """Return the loss of a Transformer, which computes it in its head."""
     return model(
-        batch.tokens_BS, targets_BS=batch.targets_BS, packing=batch.packing, ahead=batch.ahead, dropout=batch.dropout
+        batch.tokens_BS,
+        targets_BS=batch.targets_BS,
+        packing=batch.packing,
+        ahead=batch.ahead,
+        dropout=batch.dropout,
     )
 
 
 class OneStage:
-    """Runs a whole model. Every rank with the same weights must make each call, with the same number of
-    micro-batches.
+    """Runs a whole model. Every rank with the same weights must make each call, with the same
+    number of micro-batches.
     """
 
     def __init__(
@@ -40,8 +44,8 @@ class OneStage:
         loss: Loss = whole_loss,
     ) -> None:
         """Set the model and options. `reduces_each`: whether every micro-batch, and not only the
-        last, reduces its gradients over the shards. `keeps_weights`: whether gathered weights are kept
-        until the last micro-batch.
+        last, reduces its gradients over the shards. `keeps_weights`: whether gathered weights are
+        kept until the last micro-batch.
         """
         self._model = model
         self._device = device
@@ -59,7 +63,9 @@ class OneStage:
             for number, micro_batch in enumerate(micro_batches):
                 is_last = number == len(micro_batches) - 1
                 self._copies.begin_backward(self._model, is_last=is_last)
-                set_gradient_sync(self._model, over_shards=is_last or self._reduces_each, over_replicas=is_last)
+                set_gradient_sync(
+                    self._model, over_shards=is_last or self._reduces_each, over_replicas=is_last
+                )
                 set_freeing(self._model, after_backward=is_last or not self._keeps_weights)
                 loss = self._loss(micro_batch)
                 (loss * scale).backward()

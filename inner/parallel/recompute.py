@@ -3,7 +3,8 @@ keep.
 
     none        everything is kept
     attention   each block's attention is recomputed, including its projections
-    selective   matrix products, attention kernels and collectives are kept, and the cheap rest is recomputed
+    selective   matrix products, attention kernels and collectives are kept, and the cheap rest is
+                recomputed
     full        only a block's input is kept
 
 A block's last matrix product is needed only by the next block, and is never recomputed.
@@ -24,7 +25,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from inner.config import Recompute
 from inner.model.kept import KeptValues
@@ -51,7 +57,9 @@ def _set_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     # A wrapper module would change the names and put FSDP's hooks inside the repeated part. A
     # method is used instead of a partial, so that torch.compile sees that all blocks share it and
     # compiles one graph.
-    assert "forward" not in vars(module), "only a forward that is defined in the class can be repeated"
+    assert "forward" not in vars(module), (
+        "only a forward that is defined in the class can be repeated"
+    )
     module.forward = MethodType(forward, module)
 
 
@@ -69,7 +77,14 @@ def _forward(module: nn.Module, args: tuple[Any, ...], is_selective: bool) -> Te
         # torch's own checkpoint is used while compiling: the compiler must see which tensors are
         # kept, and it builds a single backward in any case.
         options: dict[str, Any] = {"context_fn": _selective_contexts} if is_selective else {}
-        return checkpoint(type(module).forward, module, *args, use_reentrant=False, preserve_rng_state=False, **options)
+        return checkpoint(
+            type(module).forward,
+            module,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            **options,
+        )
     if not torch.is_grad_enabled():
         return forward()
     around_forward, around_repetition = keep_and_reuse() if is_selective else noop_context_fn()
@@ -85,8 +100,14 @@ def _selective_contexts() -> tuple[AbstractContextManager, AbstractContextManage
     return create_selective_checkpoint_contexts(_policy)
 
 
-def _policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(
+    _context: object, operator: object, *_args: object, **_kwargs: object
+) -> CheckpointPolicy:
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if operator in KEPT_OPERATORS
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 class _SavedTensor:
@@ -100,7 +121,9 @@ class _RepetitionDone(Exception):
 
 
 class _RepeatableCall:
-    """One call of a forward that can be repeated. It lives as long as autograd holds one of its tensors."""
+    """One call of a forward that can be repeated. It lives as long as autograd holds one of its
+    tensors.
+    """
 
     def __init__(self, repeat: Callable[[], Tensor], around: AbstractContextManager) -> None:
         self._repeat = repeat
@@ -148,4 +171,6 @@ class _RepeatableCall:
                 self._repeat()
         except _RepetitionDone:
             return
-        raise AssertionError(f"a repeated forward saved {num_left} fewer tensors than the first forward")
+        raise AssertionError(
+            f"a repeated forward saved {num_left} fewer tensors than the first forward"
+        )

@@ -5,7 +5,8 @@ embed                      rows (vocabulary)
 q, k, v, gate, up          rows: heads and hidden units          x is gathered once before
 out, down                  columns                               sums are scattered or reduced after
 norms                      replicated; each rank norms its own positions
-head                       rows (vocabulary)                     logits stay sharded; two small all-reduces per chunk
+head                       rows (vocabulary)                     logits stay sharded; two small
+                           all-reduces per chunk
 
 Parameters are DTensors, for FSDP, checkpoints and the view of a model by names. Activations are
 plain tensors, each rank's own: for small layers, DTensor's dispatch takes more of the host's time
@@ -41,7 +42,9 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call
     it, before FSDP.
     """
-    stream = TensorStream(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), is_split=sequence_parallel)
+    stream = TensorStream(
+        mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), is_split=sequence_parallel
+    )
     for layer in model.blocks():
         _split_block(layer, model.sizes, mesh, stream)
     if model.embed is not None:
@@ -65,7 +68,9 @@ def _split_block(layer: Block, sizes: ModelSizes, mesh: DeviceMesh, stream: Tens
         num_mine = sizes.num_heads // mesh.size()
         first = mesh.get_local_rank() * num_mine
         layer.attention.rule = layer.attention.rule.of_heads(slice(first, first + num_mine))
-    for param in block_params(sizes, has_experts=isinstance(layer.ffn, Mixture), predicts=layer.joint is not None):
+    for param in block_params(
+        sizes, has_experts=isinstance(layer.ffn, Mixture), predicts=layer.joint is not None
+    ):
         # A bias is split together with its module's weight, and experts by expert parallelism.
         if param.name.endswith(".weight") and not param.is_stacked:
             _split_module(layer.get_submodule(param.module), param, sizes, mesh, stream)
@@ -99,7 +104,9 @@ def _split_module(
         setattr(module, STREAM, stream)
 
 
-def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: Callable[..., Tensor]) -> None:
+def _split(
+    module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: Callable[..., Tensor]
+) -> None:
     """Distribute a module's parameters, and let it compute `forward(module, x)` with this rank's
     part of them.
 
@@ -125,7 +132,9 @@ def _split_head(head: Head, mesh: DeviceMesh, stream: TensorStream) -> None:
     """
     assert isinstance(head.cross_entropy, ChunkedCrossEntropy)
     for name, param in list(head.named_parameters(recurse=False)):
-        head.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)], src_data_rank=None)))
+        head.register_parameter(
+            name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)], src_data_rank=None))
+        )
     head.cross_entropy = partial(_sharded_cross_entropy, mesh, head.cross_entropy)
     setattr(head, STREAM, stream)
     head.register_forward_pre_hook(_gather_first)
@@ -141,7 +150,9 @@ def _stream_of(module: Any) -> TensorStream:
 
 
 def _project_here(module: nn.Linear, x_BSD: Tensor) -> Tensor:
-    return F.linear(x_BSD, _local(module.weight), None if module.bias is None else _local(module.bias))
+    return F.linear(
+        x_BSD, _local(module.weight), None if module.bias is None else _local(module.bias)
+    )
 
 
 def _project_and_sum(module: nn.Linear, x_BSH: Tensor) -> Tensor:
@@ -151,7 +162,9 @@ def _project_and_sum(module: nn.Linear, x_BSH: Tensor) -> Tensor:
 
 def _norm_here(module: Norm, x_BSD: Tensor) -> Tensor:
     bias_D = getattr(module, "bias", None)
-    return apply_norm(module, x_BSD, _local(module.weight), None if bias_D is None else _local(bias_D))
+    return apply_norm(
+        module, x_BSD, _local(module.weight), None if bias_D is None else _local(bias_D)
+    )
 
 
 def _position_here(module: nn.Embedding, positions_S: Tensor) -> Tensor:
@@ -179,7 +192,9 @@ def _sharded_cross_entropy(
     the ranks of `mesh`.
     """
     shard = VocabShard(mesh.get_group(), start=_first_row(weight_VD))
-    return ChunkedCrossEntropy(whole.chunk_tokens, shard, whole.z_loss, whole.cap)(x_TD, _local(weight_VD), targets_T)
+    return ChunkedCrossEntropy(whole.chunk_tokens, shard, whole.z_loss, whole.cap)(
+        x_TD, _local(weight_VD), targets_T
+    )
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -193,4 +208,6 @@ def _local(weight: Tensor) -> Tensor:
 def _first_row(weight: Tensor) -> int:
     """Return the index of this rank's first row."""
     assert isinstance(weight, DTensor)
-    return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1][0]
+    return compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )[1][0]

@@ -79,8 +79,12 @@ def _gather(x_BSD: Tensor, stream: TensorStream) -> Tensor:
 def _sum(part_BSD: Tensor, stream: TensorStream) -> Tensor:
     """Return the sum over the ranks, or this rank's block of its positions."""
     if not stream.is_split:
-        return _functional.wait_tensor(_functional.all_reduce(part_BSD.contiguous(), "sum", stream.group_name))
+        return _functional.wait_tensor(
+            _functional.all_reduce(part_BSD.contiguous(), "sum", stream.group_name)
+        )
     n = stream.num_ranks
     (B, S, D) = part_BSD.shape
     stacked = part_BSD.view(B, n, S // n, D).transpose(0, 1).reshape(n * B, S // n, D)
-    return _functional.wait_tensor(_functional.reduce_scatter_tensor(stacked.contiguous(), "sum", n, stream.group_name))
+    return _functional.wait_tensor(
+        _functional.reduce_scatter_tensor(stacked.contiguous(), "sum", n, stream.group_name)
+    )

@@ -1,17 +1,22 @@
-"""How islands agree on a round: who takes part, whether the result is applied, and which islands live.
+"""How islands agree on a round: who takes part, whether the result is applied, and which islands
+live.
 
 state_machine.py    the round protocol of one island, without sockets and clocks: start here
 round_state.py      what the island knows of the round under way
 vote_exchange.py    how votes, lists of votes and outcomes are exchanged
-coordination.py     which island collects the ready messages, and how a plan reaches all participants
+coordination.py     which island collects the ready messages, and how a plan reaches all
+                    participants
 messages.py         the messages that islands send each other
 planner.py          which island plans a round, and which islands take part in it
 suspicions.py       which islands are left out because of attempts that failed
 knowledge.py, votes.py, rules.py    the tables and checks that the protocol uses
-proofs/             signed votes, certificates of commits, and the claims of other islands that they prove
-running/            runs the protocol over the network: driver, peers, failure detector, grace, limits, waits
+proofs/             signed votes, certificates of commits, and the claims of other islands that they
+                    prove
+running/            runs the protocol over the network: driver, peers, failure detector, grace,
+                    limits, waits
 
-Two islands deliver their outboxes to each other. Island "a" plans the round, because it is the first by name:
+Two islands deliver their outboxes to each other. Island "a" plans the round, because it is the
+first by name:
 
 >>> from outer.agreement.knowledge import Knowledge
 >>> from outer.agreement.messages import Ready, Status, Vote
@@ -37,7 +42,8 @@ Two islands deliver their outboxes to each other. Island "a" plans the round, be
 >>> for name, island in islands.items():
 ...     island.knowledge.add(islands)
 ...     island.prepare(Ready(
-...         island=name, incarnation="0" * 8, key=island.knowledge.signer.public, round=0, attempt=0,
+...         island=name, incarnation="0" * 8, key=island.knowledge.signer.public, round=0,
+            attempt=0,
 ...         digest=start.digest, base_tokens=0, tokens=100, weight=100,
 ...         carriers=[(0, 1)], transport_addresses=["host:1"], control_addresses=["host:2"],
 ...     ))

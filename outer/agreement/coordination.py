@@ -60,8 +60,14 @@ class Coordination:
         """Choose the crew and the coordinator for round `number`. `plan`: the plan whose commit
         ended the last round; None if the state was taken from other islands.
         """
-        is_calm = plan is not None and len(plan.names) > rules.direct_islands and not rules.has_observers
-        speeds = {p.island: p.step_seconds or float("inf") for p in plan.participants} if plan and is_calm else {}
+        is_calm = (
+            plan is not None and len(plan.names) > rules.direct_islands and not rules.has_observers
+        )
+        speeds = (
+            {p.island: p.step_seconds or float("inf") for p in plan.participants}
+            if plan and is_calm
+            else {}
+        )
         self.crew = tuple(sorted(speeds, key=lambda name: (speeds[name], name)))
         is_slow = any(self.slow[name].until > number for name in self.crew[:1] if name in self.slow)
         self.is_direct = not is_calm or is_slow
@@ -220,8 +226,14 @@ class Passing:
         """Return the requests to planners for plans of round `number` that have not arrived.
         Call it every second.
         """
-        missing = {planner: notice for planner, notice in self.notices.items() if notice.round == number}
-        asked = [(planner, PlanQuery(plan=each.plan)) for planner, each in missing.items() if each.plan in self.asked]
+        missing = {
+            planner: notice for planner, notice in self.notices.items() if notice.round == number
+        }
+        asked = [
+            (planner, PlanQuery(plan=each.plan))
+            for planner, each in missing.items()
+            if each.plan in self.asked
+        ]
         self.asked = frozenset(notice.plan for notice in missing.values())
         return asked
 

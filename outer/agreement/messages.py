@@ -1,23 +1,31 @@
-"""Messages of the round protocol, as plain data. state_machine.py defines how an island reacts to each of them.
+"""Messages of the round protocol, as plain data. state_machine.py defines how an island reacts to
+each of them.
 
 message       receiver          meaning                                                        reply
-Status        all islands       "I hold this state": each second and after a change            Status
-Ready         all islands       "I could take part in an attempt at round r from this state"   Status
+Status        all islands       "I hold this state": each second and after a change
+              Status
+Ready         all islands       "I could take part in an attempt at round r from this state"
+              Status
 Plan          its participants  "attempt a at round r is made by these islands, in this order" -
 PlanNotice    its participants  "I have made a plan with this hash", if plans are forwarded    -
 PlanQuery     its planner       "the plan has not come": the planner sends it                  -
-Vote          its participants  "I have the mean, with this digest" or "I have none, because"  VoteReceipt
-VoteList      its participants  "these are the votes of all", from the planner or passed on    VoteReceipt
+Vote          its participants  "I have the mean, with this digest" or "I have none, because"
+              VoteReceipt
+VoteList      its participants  "these are the votes of all", from the planner or passed on
+              VoteReceipt
 VoteReceipt   its planner       "I have the votes of all", if another island forwarded them    -
-Settled       its participants  "all have the votes of all: commit", from the planner          VoteReceipt
-OutcomeQuery  its participants  "a vote or its receipt is missing: what came of this plan?"    OutcomeReply
+Settled       its participants  "all have the votes of all: commit", from the planner
+              VoteReceipt
+OutcomeQuery  its participants  "a vote or its receipt is missing: what came of this plan?"
+              OutcomeReply
 ProofQuery    one that is ahead "what proves that you hold this state?"                        Proof
 Goodbye       all islands       "I leave the run; do not wait for me"                          -
 
-A participant that is ready is a contributor if it has finished its inner steps and gives a pseudo-gradient, or an
-observer (`listens`) if it still trains and only receives the mean.
+A participant that is ready is a contributor if it has finished its inner steps and gives a
+pseudo-gradient, or an observer (`listens`) if it still trains and only receives the mean.
 
-A yes vote is signed. The votes of all participants make a certificate of the commit (proofs/certificate.py).
+A yes vote is signed. The votes of all participants make a certificate of the commit
+(proofs/certificate.py).
 """
 
 import hashlib
@@ -62,7 +70,9 @@ MAX_LOSS_SCALE = 64
 
 
 class Status(Message):
-    """The committed state that an island holds, and whether others may wait for it in this round."""
+    """The committed state that an island holds, and whether others may wait for it in this
+    round.
+    """
 
     round: int = Field(ge=0, lt=MAX_ROUND)
     tokens: int = Field(ge=0, lt=MAX_TOKENS)
@@ -101,7 +111,9 @@ class Status(Message):
         """Return whether both statuses claim the same state."""
         # This runs for every island in every decision, so it builds no tuples.
         return self is other or (
-            self.digest == other.digest and self.tokens == other.tokens and self.round == other.round
+            self.digest == other.digest
+            and self.tokens == other.tokens
+            and self.round == other.round
         )
 
 
@@ -114,20 +126,25 @@ class Ready(Message):
     """The island's public key, with which it signs its vote."""
     round: int = Field(ge=0, lt=MAX_ROUND)
     attempt: int = Field(ge=0, lt=MAX_ATTEMPT)
-    """First attempt that the island would take part in. One ready message can be used in one plan only."""
+    """First attempt that the island would take part in. One ready message can be used in one plan
+    only.
+    """
     tokens: int = Field(ge=0, lt=1 << 53)
     """Tokens trained since the last round to which the island contributed."""
     weight: int = Field(ge=0, lt=1 << 53)
     """Tokens trained since the island last sent the round's fragment; this is its weight in the
     mean."""
     expert_tokens: int = Field(default=0, ge=0, lt=1 << 56)
-    """Tokens trained since the island last sent the fragment's experts, in a round that sends experts
-    otherwise than the rest of the model."""
+    """Tokens trained since the island last sent the fragment's experts, in a round that sends
+    experts otherwise than the rest of the model.
+    """
     expert_counts: list[ExpertCount] = Field(default=[], max_length=MAX_COUNTS)
     """How often these tokens chose each group of experts of the fragment, if the islands weigh by
     that in the mean (outer/space/experts.py)."""
     listens: bool = False
-    """The island is an observer: it still trains, takes part without a pseudo-gradient, and receives the mean."""
+    """The island is an observer: it still trains, takes part without a pseudo-gradient, and
+    receives the mean.
+    """
     base_tokens: int = Field(ge=0, lt=MAX_TOKENS)
     """Tokens in the committed state from which the inner steps began, like `Status.tokens`."""
     digest: Digest
@@ -145,10 +162,13 @@ class Ready(Message):
     """Digest of the parts of an earlier committed state to which the island would go back,
     because its losses do not become finite again. None if it would not go back."""
     loss_scale: int | None = Field(default=None, ge=0, le=MAX_LOSS_SCALE)
-    """Logarithm to base 2 of the factor by which the island multiplies its losses; None if it does not
-    train in float16."""
+    """Logarithm to base 2 of the factor by which the island multiplies its losses; None if it does
+    not train in float16.
+    """
     epoch: str = Field(default="", max_length=96, pattern=r"^[A-Za-z0-9._-]*$")
-    """Transport group in which the island's ranks are still connected; empty if there is no such group."""
+    """Transport group in which the island's ranks are still connected; empty if there is no such
+    group.
+    """
     transport_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
     control_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
 
@@ -157,12 +177,22 @@ class Ready(Message):
         observer claims no progress.
         """
         if len(self.control_addresses) != len(self.transport_addresses):
-            numbers = f"{len(self.control_addresses)} control, {len(self.transport_addresses)} transport"
-            raise MessageError(f"island {self.island!r} gives its ranks unequal numbers of addresses: {numbers}")
+            numbers = (
+                f"{len(self.control_addresses)} control, {len(self.transport_addresses)} transport"
+            )
+            raise MessageError(
+                f"island {self.island!r} gives its ranks unequal numbers of addresses: {numbers}"
+            )
         if self.listens and (self.tokens or self.weight):
-            raise MessageError(f"island {self.island!r} observes, but claims {max(self.tokens, self.weight)} tokens")
+            raise MessageError(
+                f"island {self.island!r} observes, but claims {max(self.tokens, self.weight)} "
+                "tokens"
+            )
         if self.listens and (self.expert_tokens or self.expert_counts):
-            raise MessageError(f"island {self.island!r} observes, but claims {self.expert_tokens} tokens of experts")
+            raise MessageError(
+                f"island {self.island!r} observes, but claims {self.expert_tokens} tokens of "
+                "experts"
+            )
         if self.listens and self.units:
             raise MessageError(f"island {self.island!r} observes, but claims {self.units} units")
         check_carriers(self.carriers, num_parts, len(self.transport_addresses))
@@ -208,14 +238,18 @@ class Plan(Message):
 
     @property
     def loss_scale(self) -> int | None:
-        """The smallest loss scale of the participants, with which all of them continue after a commit, as
-        a logarithm to base 2; None if none has one.
+        """The smallest loss scale of the participants, with which all of them continue after a
+        commit, as a logarithm to base 2; None if none has one.
         """
-        return min((p.loss_scale for p in self.participants if p.loss_scale is not None), default=None)
+        return min(
+            (p.loss_scale for p in self.participants if p.loss_scale is not None), default=None
+        )
 
     @cached_property
     def id(self) -> str:
-        """Hash of the whole plan, so that votes on another plan of the same attempt do not count."""
+        """Hash of the whole plan, so that votes on another plan of the same attempt do not
+        count.
+        """
         return hashlib.sha256(self.encode()).hexdigest()[:32]
 
     def statement(self, digest: str) -> Statement:
@@ -247,17 +281,25 @@ class Plan(Message):
     @cached_property
     def addresses(self) -> dict[Endpoint, str]:
         """Transport address of every endpoint of every participant."""
-        return {Endpoint(p.island, rank): a for p in self.participants for rank, a in enumerate(p.transport_addresses)}
+        return {
+            Endpoint(p.island, rank): a
+            for p in self.participants
+            for rank, a in enumerate(p.transport_addresses)
+        }
 
 
 class Vote(Message):
-    """Result of the reduce on one participant: yes with the state that a commit leads to, or no with a cause."""
+    """Result of the reduce on one participant: yes with the state that a commit leads to, or no
+    with a cause.
+    """
 
     plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
     island: IslandName
     digest: Digest | None = None
-    """Digest of the state after a commit, as `Status.digest`; None if the reduce failed or the plan is refused."""
+    """Digest of the state after a commit, as `Status.digest`; None if the reduce failed or the plan
+    is refused.
+    """
     signature: Signature | None = None
     """The island's signature of `Plan.statement` if the vote is yes. The protocol signs when the
     vote is cast."""
@@ -346,7 +388,10 @@ class VoteList(Message):
         if not len(self.digests) == len(self.signatures) == len(plan.names):
             raise MessageError(f"{len(self.digests)} votes for {len(plan.names)} participants")
         cast = zip(plan.names, self.digests, self.signatures, strict=True)
-        return [Vote.yes(plan, name, digest).model_copy(update={"signature": by}) for name, digest, by in cast]
+        return [
+            Vote.yes(plan, name, digest).model_copy(update={"signature": by})
+            for name, digest, by in cast
+        ]
 
 
 class Settled(Message):

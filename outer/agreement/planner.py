@@ -1,16 +1,20 @@
 """The planner: decides which island plans an attempt at a round, and which islands take part in it.
 
-No island is the permanent leader of the run. Every ready island applies the same rules to what it has received:
+No island is the permanent leader of the run. Every ready island applies the same rules to what it
+has received:
 
 1. If another history survives, the island must take that state first (`Behind`).
-2. Islands that hold the same state agree. Islands whose data overlap, and those that made earlier attempts fail
-   (suspicions.py), are excluded. If no plan is possible without them (`Hopeless`), they are included again.
+2. Islands that hold the same state agree. Islands whose data overlap, and those that made earlier
+   attempts fail (suspicions.py), are excluded. If no plan is possible without them (`Hopeless`),
+   they are included again.
 3. If fewer islands agree than `Rules.quorum` demands, the island waits or gives up (`TooFew`).
-4. The planner is the coordinator (coordination.py). Where there is none it is the first by name of the islands that
-   agree or are still awaited. It fixes the plan when no live island is awaited any more. Once the grace period is over,
-   the first by name of the agreeing islands plans at once. A planner that does not plan is passed over.
+4. The planner is the coordinator (coordination.py). Where there is none it is the first by name of
+   the islands that agree or are still awaited. It fixes the plan when no live island is awaited any
+   more. Once the grace period is over, the first by name of the agreeing islands plans at once. A
+   planner that does not plan is passed over.
 
-A lost island is neither counted nor awaited, so when the planner dies, the next island by name takes over.
+A lost island is neither counted nor awaited, so when the planner dies, the next island by name
+takes over.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -77,7 +81,9 @@ class Gathering:
     passed_over: frozenset[str] = frozenset()
     """Islands that should have made a plan and did not make it in time."""
 
-    def decide(self, *, is_late: bool, is_patient: bool) -> Plan | Behind | TooFew | Hopeless | None:
+    def decide(
+        self, *, is_late: bool, is_patient: bool
+    ) -> Plan | Behind | TooFew | Hopeless | None:
         """Return the plan if this island is the planner and may fix it now, a reason against
         planning, or None to wait.
 
@@ -114,10 +120,18 @@ class Gathering:
         awaited.
         """
         if self.coordination.is_led:
-            return self.coordination.coordinator if self.coordination.num_ready > len(self.live) else None
+            return (
+                self.coordination.coordinator
+                if self.coordination.num_ready > len(self.live)
+                else None
+            )
         if self.absent and not is_late:
             return None
-        allowed = {name: ready for name, ready in self._find_agreeing().items() if name not in self.excluded}
+        allowed = {
+            name: ready
+            for name, ready in self._find_agreeing().items()
+            if name not in self.excluded
+        }
         if not allowed:
             return None
         return self._find_planner(self._choose(allowed), is_late=is_late)
@@ -139,8 +153,14 @@ class Gathering:
     def is_out_of_turn(self, plan: Plan) -> bool:
         """Return whether the planner is left out of this attempt, so that its plan is refused."""
         left_out = self.left_out(plan.attempt)
-        allowed = {name: ready for name, ready in self._find_agreeing().items() if name not in self.excluded}
-        return plan.planner in left_out and self._suffice({n: r for n, r in allowed.items() if n not in left_out})
+        allowed = {
+            name: ready
+            for name, ready in self._find_agreeing().items()
+            if name not in self.excluded
+        }
+        return plan.planner in left_out and self._suffice(
+            {n: r for n, r in allowed.items() if n not in left_out}
+        )
 
     def _choose(self, allowed: Mapping[str, Ready]) -> Mapping[str, Ready]:
         """Return the participants: the allowed islands, without those left out in turn if enough
@@ -156,12 +176,16 @@ class Gathering:
             return coordinator
         return min(waited_for - self.passed_over or chosen)
 
-    def _is_hopeless(self, allowed: Mapping[str, Ready], agreeing: Mapping[str, Ready], *, is_late: bool) -> bool:
+    def _is_hopeless(
+        self, allowed: Mapping[str, Ready], agreeing: Mapping[str, Ready], *, is_late: bool
+    ) -> bool:
         is_waiting_in_vain = is_late and self.own.island not in allowed
         return is_waiting_in_vain or (self._suffice(agreeing) and not self._suffice(allowed))
 
     def _suffice(self, islands: Mapping[str, Ready]) -> bool:
-        return len(islands) >= (1 if self.rules.below_quorum == "continue" else max(1, self.rules.quorum))
+        return len(islands) >= (
+            1 if self.rules.below_quorum == "continue" else max(1, self.rules.quorum)
+        )
 
     def _find_absent(self, ready: Mapping[str, Ready]) -> frozenset[str]:
         """Return the islands worth waiting for: they live, are not ready, and have not reported
@@ -169,7 +193,9 @@ class Gathering:
 
         Islands that claim another state and have not proved it yet are among them.
         """
-        unproved = frozenset(name for name in self.live & self.reported if name not in self.statuses)
+        unproved = frozenset(
+            name for name in self.live & self.reported if name not in self.statuses
+        )
         return unproved | frozenset(
             name
             for name in self.live - frozenset(ready) - unproved
@@ -182,7 +208,9 @@ class Gathering:
         return {name: r for name, r in self.ready.items() if r.digest == self.own.digest}
 
     def _find_agreeing(self) -> dict[str, Ready]:
-        """Ready messages of the islands that hold this island's state and whose data do not overlap."""
+        """Ready messages of the islands that hold this island's state and whose data do not
+        overlap.
+        """
         agreeing = self._same_state
         refused = self.rules.find_refusals([agreeing[name] for name in sorted(agreeing)])
         return {name: r for name, r in agreeing.items() if name not in refused}
@@ -196,14 +224,20 @@ class Gathering:
         if is_start and num_ready < rules.start_islands:
             return TooFew(num_ready, rules.start_islands, is_start=True)
         may_continue = rules.below_quorum == "continue" and is_settled
-        return None if num_ready >= rules.quorum or may_continue else TooFew(num_ready, rules.quorum, is_start=False)
+        return (
+            None
+            if num_ready >= rules.quorum or may_continue
+            else TooFew(num_ready, rules.quorum, is_start=False)
+        )
 
     def _is_early(self, agreeing: Collection[Ready], *, is_patient: bool) -> bool:
         """Return whether to wait for observers to become contributors: while `is_patient`, or
         while contributors are fewer than the quorum.
         """
         num_contributors = sum(not ready.listens for ready in agreeing)
-        return num_contributors < len(agreeing) and (is_patient or num_contributors < self.rules.quorum)
+        return num_contributors < len(agreeing) and (
+            is_patient or num_contributors < self.rules.quorum
+        )
 
 
 def build_gathering(

@@ -53,7 +53,9 @@ class RoundState:
         """This island's knowledge of the others while it gathers."""
         assert self.own is not None, "an island considers plans when it is ready"
         votes = self.vote_table.votes
-        return build_gathering(self.own, self.knowledge, self.readies, self.coordination, self.suspicions, votes)
+        return build_gathering(
+            self.own, self.knowledge, self.readies, self.coordination, self.suspicions, votes
+        )
 
     @property
     def plan(self) -> Plan | None:
@@ -128,7 +130,11 @@ class RoundState:
 
     def answer_plan_query(self, sender: str, query: PlanQuery) -> None:
         """Send this island's plan to a participant that has not received it."""
-        if self.plan is not None and self.plan.id == query.plan and self.plan.planner == self.knowledge.me:
+        if (
+            self.plan is not None
+            and self.plan.id == query.plan
+            and self.plan.planner == self.knowledge.me
+        ):
             self.send([sender], self.plan)
 
     def require_query(self) -> None:

@@ -1,4 +1,6 @@
-"""Rules that every island applies by itself: which ready messages and plans are valid, and which history survives."""
+"""Rules that every island applies by itself: which ready messages and plans are valid, and which
+history survives.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,14 @@ TREE_ISLANDS = 128
 FAN_OUT = 8
 """More than TREE_ISLANDS participants forward the plan and the list of votes, each of them to
 FAN_OUT others."""
-OBSERVER_FIELDS = {"listens": True, "tokens": 0, "weight": 0, "units": 0, "expert_tokens": 0, "expert_counts": []}
+OBSERVER_FIELDS = {
+    "listens": True,
+    "tokens": 0,
+    "weight": 0,
+    "units": 0,
+    "expert_tokens": 0,
+    "expert_counts": [],
+}
 """The values of these fields in an observer's ready message."""
 
 
@@ -62,7 +71,9 @@ class Behind:
     cause: str
 
 
-def build_rules(config: OuterConfig, num_parts: int, max_tokens: int, experts: RoutedClaims | None = None) -> Rules:
+def build_rules(
+    config: OuterConfig, num_parts: int, max_tokens: int, experts: RoutedClaims | None = None
+) -> Rules:
     has_observers = config.wait_for == "quorum"
     return Rules(
         quorum=config.quorum,
@@ -83,9 +94,14 @@ def check_ready(ready: Ready, rules: Rules) -> None:
     ready.check(rules.num_parts)
     claimed = max(ready.tokens, ready.weight)
     if claimed > rules.max_tokens:
-        raise MessageError(f"{ready.island!r} claims {claimed} tokens, a round has at most {rules.max_tokens}")
+        raise MessageError(
+            f"{ready.island!r} claims {claimed} tokens, a round has at most {rules.max_tokens}"
+        )
     if ready.listens and not rules.has_observers:
-        raise MessageError(f"{ready.island!r} is an observer, but this run waits for all islands (outer.wait_for: all)")
+        raise MessageError(
+            f"{ready.island!r} is an observer, but this run waits for all islands (outer.wait_for: "
+            "all)"
+        )
     if not ready.listens:
         _check_experts(ready, rules.experts, rules.max_tokens)
 
@@ -95,11 +111,16 @@ def _check_experts(ready: Ready, claims: RoutedClaims | None, max_tokens: int) -
     sends = claims is not None and claims.sends(ready.round)
     most = claims.period * max_tokens if claims is not None and sends else 0
     if ready.expert_tokens > most:
-        raise MessageError(f"{ready.island!r} claims {ready.expert_tokens} tokens of experts, at most {most} can be")
+        raise MessageError(
+            f"{ready.island!r} claims {ready.expert_tokens} tokens of experts, at most {most} can "
+            "be"
+        )
     if claims is not None:
         claims.check(ready.island, ready.round, ready.expert_tokens, ready.expert_counts)
     elif ready.expert_counts:
-        raise MessageError(f"{ready.island!r} claims counts of experts, which this run does not weigh by")
+        raise MessageError(
+            f"{ready.island!r} claims counts of experts, which this run does not weigh by"
+        )
 
 
 def find_objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0) -> str | None:
@@ -129,7 +150,10 @@ def find_objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0)
             check_ready(participant, rules)
         except MessageError as error:
             return str(error)
-    if plan.attempt != max(p.attempt for p in plan.participants) or plan.attempt > first_attempt + 2 * MAX_AHEAD:
+    if (
+        plan.attempt != max(p.attempt for p in plan.participants)
+        or plan.attempt > first_attempt + 2 * MAX_AHEAD
+    ):
         return f"attempt {plan.attempt} does not follow from the participants' ready messages"
     # All participants hold this island's state, so all compute the same refusals.
     refusals = do_shared(("refusals", plan.id), lambda: rules.find_refusals(plan.participants))
@@ -145,7 +169,12 @@ def _mutable_fields(planned: Ready, own: Ready) -> dict[str, int | float]:
 
 
 def find_behind(
-    me: str, own: Status, live: Mapping[str, Status], weigh: Callable[[Status], int], *, is_settled: bool
+    me: str,
+    own: Status,
+    live: Mapping[str, Status],
+    weigh: Callable[[Status], int],
+    *,
+    is_settled: bool,
 ) -> Behind | None:
     """Return the surviving history among live islands, or None if it is `own`. `is_settled`: `live`
     has all islands that count.
@@ -162,12 +191,17 @@ def find_behind(
             return None  # Islands that have not reported yet may change the majority.
         rivals[me] = own
     states = {s.claim: s for s in rivals.values()}
-    best = min(states.values(), key=lambda s: (-weigh(s), s.digest)) if len(states) > 1 else next(iter(states.values()))
+    best = (
+        min(states.values(), key=lambda s: (-weigh(s), s.digest))
+        if len(states) > 1
+        else next(iter(states.values()))
+    )
     if best.agrees_with(own):
         return None
     donors = tuple(sorted(name for name, theirs in rivals.items() if theirs.digest == best.digest))
     return Behind(
         donors,
-        f"{', '.join(donors)} in round {best.round} with {best.tokens} tokens and digest {best.digest[:12]}; "
+        f"{', '.join(donors)} in round {best.round} with {best.tokens} tokens and digest "
+        f"{best.digest[:12]}; "
         f"this island in round {own.round} with {own.tokens} tokens and {own.digest[:12]}",
     )

@@ -1,24 +1,30 @@
-"""The round protocol of one island as a state machine: messages in, messages out; no sockets, clocks or tasks.
+"""The round protocol of one island as a state machine: messages in, messages out; no sockets,
+clocks or tasks.
 
-In every attempt at a round an island passes through these states (docs/protocol.md draws their transitions):
+In every attempt at a round an island passes through these states (docs/protocol.md draws their
+transitions):
 
     training    the inner steps are running, or the island takes another island's state
     gathering   the island is ready and waits for a plan (planner.py)
     reducing    a plan is fixed and the participants compute the mean of their pseudo-gradients
-    voting      the participants exchange votes; the attempt commits on every participant or changes nothing
+    voting      the participants exchange votes; the attempt commits on every participant or changes
+                nothing
 
-The driver (running/driver.py) passes peers' messages to `receive`, reports time-outs as `is_late`, and sends the
-`outbox`. The tables of an island are in knowledge.py, votes.py and suspicions.py.
-tests/outer/explore.py searches every order of messages, losses, crashes, freezes and time-outs of a few islands.
+The driver (running/driver.py) passes peers' messages to `receive`, reports time-outs as `is_late`,
+and sends the `outbox`. The tables of an island are in knowledge.py, votes.py and suspicions.py.
+tests/outer/explore.py searches every order of messages, losses, crashes, freezes and time-outs of a
+few islands.
 
-A committed round is the same on every island, because an island commits a plan only in two cases: all participants have
-voted yes with the same digest and have acknowledged this island's vote, or one participant shows the signed yes votes
-of all. An island that misses a vote or a receipt queries all participants it can reach. An island that is queried
-before it has committed no longer commits on votes alone: it must query the others as well. So while islands only crash,
-either all survivors commit a plan or none does, and a frozen island has committed only what the others commit.
+A committed round is the same on every island, because an island commits a plan only in two cases:
+all participants have voted yes with the same digest and have acknowledged this island's vote, or
+one participant shows the signed yes votes of all. An island that misses a vote or a receipt queries
+all participants it can reach. An island that is queried before it has committed no longer commits
+on votes alone: it must query the others as well. So while islands only crash, either all survivors
+commit a plan or none does, and a frozen island has committed only what the others commit.
 
-When a partition or a false alarm lets two histories grow, the one with the higher `Status.rank` survives, and the
-islands of the other history take its state, if enough islands support it (proofs/claims.py).
+When a partition or a false alarm lets two histories grow, the one with the higher `Status.rank`
+survives, and the islands of the other history take its state, if enough islands support it
+(proofs/claims.py).
 """
 
 from outer.agreement.coordination import PlanNotice, PlanQuery, is_passed_on
@@ -47,13 +53,18 @@ from outer.network.messages import Message
 class RoundProtocol(RoundState):
     """The protocol on one island."""
 
-    # -- the island's own actions -------------------------------------------------------------------------------
+    # -- the island's own actions ------------------------------------------------------------------
     def update_status(self, status: Status) -> None:
         """Enter the training state with a new committed state, from a commit or from donors."""
-        if (status.round, status.digest) != (self.knowledge.status.round, self.knowledge.status.digest):
+        if (status.round, status.digest) != (
+            self.knowledge.status.round,
+            self.knowledge.status.digest,
+        ):
             outcome = self.vote_table.outcomes.get(self.plan.id) if self.plan else None
             committed = self.plan if self.plan and outcome == (self.plan.round, "commit") else None
-            self.suspicions.begin_round(status.round, committed.names if committed else (), self.vote_table.votes)
+            self.suspicions.begin_round(
+                status.round, committed.names if committed else (), self.vote_table.votes
+            )
             self.coordination.begin_round(status.round, committed, self.knowledge.rules)
             self.knowledge.add(self.coordination.crew)
             self.knowledge.presume(self.coordination.crew, status)
@@ -68,7 +79,9 @@ class RoundProtocol(RoundState):
         """Start to gather, as a contributor or as an observer that still trains. `own.attempt`
         must be `next_attempt`.
         """
-        assert own.status.rank == self.knowledge.status.rank, "a ready for another state than this island's"
+        assert own.status.rank == self.knowledge.status.rank, (
+            "a ready for another state than this island's"
+        )
         self.state = "gathering"
         self.own = own
         self.exchange.end()
@@ -83,11 +96,18 @@ class RoundProtocol(RoundState):
         """Change from an observer to a contributor of this gathering. Has no effect once the
         plan is fixed.
         """
-        if self.state == "gathering" and self.plan is None and self.own is not None and self.own.round == own.round:
+        if (
+            self.state == "gathering"
+            and self.plan is None
+            and self.own is not None
+            and self.own.round == own.round
+        ):
             self.own = own.model_copy(update={"attempt": self.own.attempt})
             self.send_ready(self.own)
 
-    def try_plan(self, *, is_late: bool, is_patient: bool = False) -> Plan | Behind | TooFew | GiveUp | None:
+    def try_plan(
+        self, *, is_late: bool, is_patient: bool = False
+    ) -> Plan | Behind | TooFew | GiveUp | None:
         """Return the plan in which to take part, a reason against planning, or None to wait. Call
         it while gathering.
 
@@ -138,11 +158,14 @@ class RoundProtocol(RoundState):
         self.give_up_coordinator()
         self.suspicions.passed_over |= {planner}
         if self.knowledge.me in self.gathering.excluded:
-            self.suspicions.forgive()  # The others may suspect too many, too: they do not plan without this island.
+            # The others may suspect too many, too: they do not plan without this island.
+            self.suspicions.forgive()
         return planner
 
     def vote(self, vote: Vote) -> None:
-        """Cast this island's vote on the plan: yes with the state that a commit leads to, or no with a cause."""
+        """Cast this island's vote on the plan: yes with the state that a commit leads to, or no
+        with a cause.
+        """
         self.state = "voting"
         self.exchange.vote(vote, self.vote_table, self.knowledge)
         self.send_votes()
@@ -183,7 +206,7 @@ class RoundProtocol(RoundState):
             self.exchange.repeat(self.vote_table, self.knowledge)
             self.send_votes()
 
-    # -- islands come, go and fail ------------------------------------------------------------------------------
+    # -- islands come, go and fail -----------------------------------------------------------------
     def remove(self, island: str) -> None:
         """Record that an island has left the run. Unlike a lost island it cannot have aborted
         the plan on its own.
@@ -202,9 +225,11 @@ class RoundProtocol(RoundState):
         if island in self.others:
             self.require_query()
 
-    # -- messages from peers ------------------------------------------------------------------------------------
+    # -- messages from peers -----------------------------------------------------------------------
     def receive(self, sender: str, message: Message) -> Message | None:
-        """Process a message and return the reply, if there is one. Raises MessageError for impossible claims."""
+        """Process a message and return the reply, if there is one. Raises MessageError for
+        impossible claims.
+        """
         if isinstance(message, Goodbye):
             self._check_sender(sender, message.island)
             self.remove(sender)
@@ -225,10 +250,14 @@ class RoundProtocol(RoundState):
             case Vote():
                 self._check_sender(sender, message.island)
                 is_own_plan = message.plan in self.suspicions.plans
-                return self.vote_table.answer_vote(message, self.knowledge, self.plan, is_own_plan=is_own_plan)
+                return self.vote_table.answer_vote(
+                    message, self.knowledge, self.plan, is_own_plan=is_own_plan
+                )
             case VoteList() | Settled():
                 has_voted = self.state == "voting"
-                reply = self.exchange.receive(sender, message, self.vote_table, self.knowledge, has_voted=has_voted)
+                reply = self.exchange.receive(
+                    sender, message, self.vote_table, self.knowledge, has_voted=has_voted
+                )
                 self.send_votes()
                 return reply
             case OutcomeQuery():
@@ -249,7 +278,9 @@ class RoundProtocol(RoundState):
         number = self.knowledge.status.round
         self.readies.add(ready, (number, self.next_attempt))
         if self.own is not None and self.coordination.said is not None:
-            self.coordination.compare([self.knowledge.me, *self.readies.usable(number, self.knowledge.present)], number)
+            self.coordination.compare(
+                [self.knowledge.me, *self.readies.usable(number, self.knowledge.present)], number
+            )
         return self._receive_status(sender, ready.status)
 
     def _receive_status(self, sender: str, status: Status) -> Status:
@@ -261,9 +292,13 @@ class RoundProtocol(RoundState):
         if not self.coordination.hear(sender, status, own.round):
             self.write_to_all()
         attempt = self.readies.next_attempt(sender, own.round)
-        num_ready = self.count_ready() if self.coordination.is_mine and status.round == own.round else 0
+        num_ready = (
+            self.count_ready() if self.coordination.is_mine and status.round == own.round else 0
+        )
         is_same = (attempt, num_ready) == (own.attempt, own.num_ready)
-        return own if is_same else own.model_copy(update={"attempt": attempt, "num_ready": num_ready})
+        return (
+            own if is_same else own.model_copy(update={"attempt": attempt, "num_ready": num_ready})
+        )
 
     def _renew_ready(self, status: Status) -> None:
         """Announce a later attempt if the peer has used this island's ready message in a plan
@@ -290,7 +325,7 @@ class RoundProtocol(RoundState):
         elif plan.id not in self.vote_table.outcomes:
             self._refuse(plan, cause)
 
-    # -- plans --------------------------------------------------------------------------------------------------
+    # -- plans -------------------------------------------------------------------------------------
     def _find_objection(self, plan: Plan) -> str | None:
         """Return the reason why this island takes no part in the plan, or None if it takes part."""
         if plan.id in self.vote_table.query_first or plan.id in self.vote_table.outcomes:
@@ -312,7 +347,10 @@ class RoundProtocol(RoundState):
     def _refuse(self, plan: Plan, cause: str) -> None:
         """Vote no, so that the other participants do not wait for this island."""
         self.vote_table.outcomes[plan.id] = (plan.round, "abort")
-        if plan.round == self.knowledge.status.round and plan.planner not in self.suspicions.left_out(plan.attempt):
+        if (
+            plan.round == self.knowledge.status.round
+            and plan.planner not in self.suspicions.left_out(plan.attempt)
+        ):
             self.readies.mark_refused(plan, self.own)
         vote = Vote.no(plan, self.knowledge.me, cause)
         self.vote_table.add(vote)

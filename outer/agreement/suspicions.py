@@ -55,7 +55,10 @@ TURN_ATTEMPTS = 3
 """Attempts until the next minority's turn. With several attempts per turn, islands whose attempt
 numbers differ a little still agree."""
 
-COMPARE = "Compare their versions of torch, numpy and diloco, their processors, and test the memory of each"
+COMPARE = (
+    "Compare their versions of torch, numpy and diloco, their processors, and test the "
+    "memory of each"
+)
 
 Votes = Mapping[tuple[str, str], Vote]
 """Votes by (plan, island)."""
@@ -139,7 +142,9 @@ class Suspicions:
             if streak.until > round_number
         }
         for plan in self._counted:
-            reasons |= dict.fromkeys(self.silent.get(plan, ()), "its vote or receipt did not come in time")
+            reasons |= dict.fromkeys(
+                self.silent.get(plan, ()), "its vote or receipt did not come in time"
+            )
         return reasons | self._find_accused(votes, round_number) | self.find_dissenters(votes)
 
     def find_dissenters(self, votes: Votes) -> dict[str, str]:
@@ -149,10 +154,15 @@ class Suspicions:
         found = {}
         for plan in self._counted:
             cast = self._digests(plan, votes)
-            digest, count = max(Counter(cast.values()).items(), key=lambda item: item[1], default=("", 0))
+            digest, count = max(
+                Counter(cast.values()).items(), key=lambda item: item[1], default=("", 0)
+            )
             if 2 * count > len(self.plans[plan]):
                 differing = {name: theirs for name, theirs in cast.items() if theirs != digest}
-                found |= {name: f"its digest {d[:12]} differs from {digest[:12]}" for name, d in differing.items()}
+                found |= {
+                    name: f"its digest {d[:12]} differs from {digest[:12]}"
+                    for name, d in differing.items()
+                }
         return found
 
     def find_ties(self, islands: frozenset[str], votes: Votes) -> list[dict[str, str]]:
@@ -160,12 +170,24 @@ class Suspicions:
         had a majority.
         """
         plans = [plan for plan, names in self.plans.items() if islands <= frozenset(names)]
-        cast = [digests for plan in plans if len(digests := self._digests(plan, votes)) == len(self.plans[plan])]
-        return [digests for digests in cast if 2 * max(Counter(digests.values()).values()) <= len(digests)]
+        cast = [
+            digests
+            for plan in plans
+            if len(digests := self._digests(plan, votes)) == len(self.plans[plan])
+        ]
+        return [
+            digests
+            for digests in cast
+            if 2 * max(Counter(digests.values()).values()) <= len(digests)
+        ]
 
     def find_end(self, knowledge: Knowledge, votes: Votes) -> str | None:
         """Return why the island of `knowledge` must stop because of differing digests, or None."""
-        ties = self.find_ties(knowledge.agreeing | {knowledge.me}, votes) if len(self.plans) >= MAX_TIES else []
+        ties = (
+            self.find_ties(knowledge.agreeing | {knowledge.me}, votes)
+            if len(self.plans) >= MAX_TIES
+            else []
+        )
         if len(ties) >= MAX_TIES:
             return explain_tie(knowledge.status.round, ties)
         own = self.dissents.get(knowledge.me)
@@ -201,14 +223,22 @@ class Suspicions:
         pairs = {pair for plan in self._counted for pair in self._accusations(plan, votes)}
         most = max(((len(names) - 1) // 2 for names in self.plans.values()), default=0)
         num_accused = Counter(accuser for accuser, _ in pairs)
-        false = {name: f"it accuses {count} others" for name, count in num_accused.items() if count > max(1, most)}
+        false = {
+            name: f"it accuses {count} others"
+            for name, count in num_accused.items()
+            if count > max(1, most)
+        }
         believed = sorted(pair for pair in pairs if pair[0] not in false)
         by = {accused: {a for a, b in believed if b == accused} for _, accused in believed}
         if by.keys() | false.keys() != self._islands:
-            pairs_alone = [(b, a) for b, them in by.items() for a in them if them == {a} and by.get(a) == {b}]
+            pairs_alone = [
+                (b, a) for b, them in by.items() for a in them if them == {a} and by.get(a) == {b}
+            ]
             staying = {b for b, a in pairs_alone if stays(b, a, round_number)}
             by = {b: them for b, them in by.items() if b not in staying}
-        return {b: f"{min(accusers)} could not use what it sent" for b, accusers in by.items()} | false
+        return {
+            b: f"{min(accusers)} could not use what it sent" for b, accusers in by.items()
+        } | false
 
     def _accusations(self, plan: str, votes: Votes) -> list[tuple[str, str]]:
         """Return pairs of accuser and accused, both participants of the plan.
@@ -216,14 +246,26 @@ class Suspicions:
         Left out are accusations over missing means whose reducer accuses another island itself.
         """
         names = self.plans[plan]
-        noes = [votes[plan, name] for name in names if (plan, name) in votes and votes[plan, name].digest is None]
-        found = {v.island: v for v in noes if v.accused in names and v.accused not in (None, v.island)}
+        noes = [
+            votes[plan, name]
+            for name in names
+            if (plan, name) in votes and votes[plan, name].digest is None
+        ]
+        found = {
+            v.island: v for v in noes if v.accused in names and v.accused not in (None, v.island)
+        }
         pairs = [(name, str(vote.accused)) for name, vote in found.items()]
-        return [(a, b) for a, b in pairs if not (found[a].waits_for_means and b in found and found[b].accused != a)]
+        return [
+            (a, b)
+            for a, b in pairs
+            if not (found[a].waits_for_means and b in found and found[b].accused != a)
+        ]
 
     def _digests(self, plan: str, votes: Votes) -> dict[str, str]:
         """Digests of the yes votes on a plan, by island."""
-        cast = {name: votes[plan, name].digest for name in self.plans[plan] if (plan, name) in votes}
+        cast = {
+            name: votes[plan, name].digest for name in self.plans[plan] if (plan, name) in votes
+        }
         return {name: digest for name, digest in cast.items() if digest is not None}
 
     @property
@@ -263,8 +305,10 @@ def explain_accusations(round_number: int, reasons: Mapping[str, str]) -> str:
     """Return the error text for the end of a run in which no island's payload could be used."""
     said = "; ".join(f"{name}: {why}" for name, why in sorted(reasons.items()))
     return (
-        f"round {round_number}: no island is left that could take part, and {MAX_AMNESTIES} further attempts with all "
-        f"of them failed as well ({said}). If their losses have blown up, resume from an earlier checkpoint "
+        f"round {round_number}: no island is left that could take part, and {MAX_AMNESTIES} "
+        "further attempts with all "
+        f"of them failed as well ({said}). If their losses have blown up, resume from an earlier "
+        "checkpoint "
         "with a lower learning rate or stronger gradient clipping"
     )
 
@@ -275,14 +319,17 @@ def explain_tie(round_number: int, ties: Sequence[Mapping[str, str]]) -> str:
     """
     said = ", ".join(f"{name} {digest}" for name, digest in sorted(ties[-1].items()))
     return (
-        f"round {round_number}: in {len(ties)} attempts the islands found different means from the same payloads, and "
-        f"no majority found the same (digests: {said}). Some compute wrongly, and it cannot be told which. {COMPARE}"
+        f"round {round_number}: in {len(ties)} attempts the islands found different means from the "
+        "same payloads, and "
+        f"no majority found the same (digests: {said}). Some compute wrongly, and it cannot be "
+        f"told which. {COMPARE}"
     )
 
 
 def explain_dissent(count: int) -> str:
     """Return the error text for the end of an island whose digest differs from most others'."""
     return (
-        f"the means that this island computed differed from those of most other islands, {count} times in a row "
+        f"the means that this island computed differed from those of most other islands, {count} "
+        "times in a row "
         f"(the log has the digests). {COMPARE}"
     )

@@ -1,15 +1,19 @@
-"""Exchange of the votes on a plan among all participants: through the planner, or directly from each to each.
+"""Exchange of the votes on a plan among all participants: through the planner, or directly from
+each to each.
 
-Among many participants the planner forwards the votes, so that each of them sends a few messages and not n per round:
+Among many participants the planner forwards the votes, so that each of them sends a few messages
+and not n per round:
 
     Vote        each participant -> planner
-    VoteList    planner -> all: the votes of all, once it has them. Very many forward it along a tree, and acknowledge
-                it to the planner
-    Settled     planner -> all: all have acknowledged the list. They commit, and report it in their receipts
-                The planner commits after the first of them: if it freezes, the others can commit without it.
+    VoteList    planner -> all: the votes of all, once it has them. Very many forward it along a
+                tree, and acknowledge it to the planner
+    Settled     planner -> all: all have acknowledged the list. They commit, and report it in their
+                receipts The planner commits after the first of them: if it freezes, the others can
+                commit without it.
 
-Few participants, and any that cannot rely on the planner (it is lost or slow, or one has voted no), send their
-vote to each of the others, which acknowledge it. An island commits when it has the votes of all, and all have its own.
+Few participants, and any that cannot rely on the planner (it is lost or slow, or one has voted no),
+send their vote to each of the others, which acknowledge it. An island commits when it has the votes
+of all, and all have its own.
 """
 
 from collections.abc import Iterable
@@ -17,7 +21,15 @@ from dataclasses import dataclass, field
 
 from outer.agreement.coordination import find_branches
 from outer.agreement.knowledge import Knowledge
-from outer.agreement.messages import Outcome, OutcomeQuery, Plan, Settled, Vote, VoteList, VoteReceipt
+from outer.agreement.messages import (
+    Outcome,
+    OutcomeQuery,
+    Plan,
+    Settled,
+    Vote,
+    VoteList,
+    VoteReceipt,
+)
 from outer.agreement.rules import Rules
 from outer.agreement.votes import VoteTable
 from outer.network.messages import Message
@@ -67,7 +79,9 @@ class VoteExchange:
 
     def vote(self, vote: Vote, table: VoteTable, knowledge: Knowledge) -> None:
         """Cast this island's vote."""
-        assert self.plan is not None and vote.plan == self.plan.id, "an island votes on the plan it takes part in"
+        assert self.plan is not None and vote.plan == self.plan.id, (
+            "an island votes on the plan it takes part in"
+        )
         table.add(signed := vote.signed(self.plan, knowledge.signer.sign))
         if vote.digest is None:
             self.is_direct = True  # A no aborts the plan, so the others need not wait any longer.
@@ -120,7 +134,13 @@ class VoteExchange:
             self._query(self.plan, table, others - knowledge.lost)
 
     def receive(
-        self, sender: str, message: VoteList | Settled, table: VoteTable, knowledge: Knowledge, *, has_voted: bool
+        self,
+        sender: str,
+        message: VoteList | Settled,
+        table: VoteTable,
+        knowledge: Knowledge,
+        *,
+        has_voted: bool,
     ) -> VoteReceipt:
         """Process a message that the planner sends or others forward. After `Settled` this island
         commits and reports it at once.
@@ -138,9 +158,13 @@ class VoteExchange:
                 if table.decide(plan, self.others(knowledge.me), is_late=False) == "commit":
                     _record(plan, "commit", table, knowledge)
         is_near = knowledge.is_near(message.round)
-        return VoteReceipt(plan=message.plan, outcome=table.outcome_of(message.plan, is_near=is_near))
+        return VoteReceipt(
+            plan=message.plan, outcome=table.outcome_of(message.plan, is_near=is_near)
+        )
 
-    def _take_list(self, sender: str, message: VoteList, plan: Plan, table: VoteTable, knowledge: Knowledge) -> None:
+    def _take_list(
+        self, sender: str, message: VoteList, plan: Plan, table: VoteTable, knowledge: Knowledge
+    ) -> None:
         """Remember the votes of all, whichever island sends them, and forward them. Raises like
         `VoteTable.add_list`.
         """

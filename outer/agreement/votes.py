@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from outer.agreement.knowledge import Knowledge
-from outer.agreement.messages import Outcome, OutcomeQuery, OutcomeReply, Plan, Vote, VoteList, VoteReceipt
+from outer.agreement.messages import (
+    Outcome,
+    OutcomeQuery,
+    OutcomeReply,
+    Plan,
+    Vote,
+    VoteList,
+    VoteReceipt,
+)
 from outer.agreement.proofs.certificate import Certificate, Verify, build_certificate
 from outer.errors import MessageError
 from outer.network.rejections import RefusedError
@@ -18,7 +26,9 @@ MAX_PLANS = 64
 
 @dataclass
 class VoteTable:
-    """Tables of this island about the plans of its round and the neighbouring rounds. Plans are named by `Plan.id`."""
+    """Tables of this island about the plans of its round and the neighbouring rounds. Plans are
+    named by `Plan.id`.
+    """
 
     votes: dict[tuple[str, str], Vote] = field(default_factory=dict)
     """Votes by (plan, island)."""
@@ -42,8 +52,14 @@ class VoteTable:
         self.votes.setdefault((vote.plan, vote.island), vote)
 
     def has_dispute(self, plan: Plan) -> bool:
-        """Whether islands have voted for different digests of the state to which this plan leads."""
-        digests = {vote.digest for (plan_id, _), vote in self.votes.items() if plan_id == plan.id and vote.digest}
+        """Whether islands have voted for different digests of the state to which this plan
+        leads.
+        """
+        digests = {
+            vote.digest
+            for (plan_id, _), vote in self.votes.items()
+            if plan_id == plan.id and vote.digest
+        }
         return len(digests) > 1
 
     def drop_unsigned(self, plan: Plan, verify: Verify) -> None:
@@ -62,10 +78,14 @@ class VoteTable:
         votes = [self.votes[plan.id, name] for name in plan.names]
         assert votes[0].digest is not None, "all have voted yes"
         signatures = {vote.island: vote.signature or "" for vote in votes}
-        self.certificates[plan.id] = made = build_certificate(plan.statement(votes[0].digest), signatures)
+        self.certificates[plan.id] = made = build_certificate(
+            plan.statement(votes[0].digest), signatures
+        )
         return made
 
-    def record(self, plan: Plan, sender: str, reply: VoteReceipt | OutcomeReply, verify: Verify) -> None:
+    def record(
+        self, plan: Plan, sender: str, reply: VoteReceipt | OutcomeReply, verify: Verify
+    ) -> None:
         """Remember the outcome of the plan at another participant. Raises RefusedError for a
         commit without proof.
         """
@@ -79,30 +99,47 @@ class VoteTable:
             self.certificates[plan.id] = check_certificate(plan, reply.certificate, verify)
             self.replies[plan.id, sender] = "commit"
 
-    def answer_vote(self, vote: Vote, knowledge: Knowledge, plan: Plan | None, *, is_own_plan: bool) -> VoteReceipt:
+    def answer_vote(
+        self, vote: Vote, knowledge: Knowledge, plan: Plan | None, *, is_own_plan: bool
+    ) -> VoteReceipt:
         """Remember a peer's vote and acknowledge it. Raises MessageError for a later round, and
         like `check_room`.
 
         `plan`: the current plan, whose votes must be signed. `is_own_plan`: this island takes or
         took part in the plan of the vote.
         """
-        if plan is not None and vote.plan == plan.id and not vote.is_signed(plan, knowledge.signer.verify):
-            raise RefusedError("vote", f"{vote.island!r} has not signed its vote with its key in the plan")
+        if (
+            plan is not None
+            and vote.plan == plan.id
+            and not vote.is_signed(plan, knowledge.signer.verify)
+        ):
+            raise RefusedError(
+                "vote", f"{vote.island!r} has not signed its vote with its key in the plan"
+            )
         is_near = knowledge.is_near(vote.round)
         if is_near:
             if not is_own_plan:
                 self.check_room(vote.plan, vote.island)
             self.add(vote)
-        elif vote.round > knowledge.status.round:  # An older vote is harmless: its sender was frozen or cut off.
-            raise MessageError(f"a vote on round {vote.round}, {knowledge.me!r} is in round {knowledge.status.round}")
+        elif (
+            vote.round > knowledge.status.round
+        ):  # An older vote is harmless: its sender was frozen or cut off.
+            raise MessageError(
+                f"a vote on round {vote.round}, {knowledge.me!r} is in round "
+                f"{knowledge.status.round}"
+            )
         return VoteReceipt(plan=vote.plan, outcome=self.outcome_of(vote.plan, is_near=is_near))
 
     def add_list(self, sender: str, message: VoteList, plan: Plan, verify: Verify) -> None:
-        """Remember the votes of all participants. Raises MessageError unless each has signed its vote."""
+        """Remember the votes of all participants. Raises MessageError unless each has signed its
+        vote.
+        """
         votes = message.votes(plan)
         for vote in votes:
             if not vote.is_signed(plan, verify):
-                raise RefusedError("vote", f"{sender!r} forwards a vote that {vote.island!r} has not signed")
+                raise RefusedError(
+                    "vote", f"{sender!r} forwards a vote that {vote.island!r} has not signed"
+                )
         for vote in votes:
             self.add(vote)
 
@@ -115,7 +152,11 @@ class VoteTable:
                 self.receipts.setdefault((plan.id, name), "open")
 
     def answer_query(
-        self, sender: str, query: OutcomeQuery, knowledge: Knowledge, participants: Collection[str] | None
+        self,
+        sender: str,
+        query: OutcomeQuery,
+        knowledge: Knowledge,
+        participants: Collection[str] | None,
     ) -> OutcomeReply:
         """Return the outcome of the plan on this island, for a peer that queries it. Raises
         MessageError like `check_room`.
@@ -147,7 +188,9 @@ class VoteTable:
             return "abort"
         return "commit" if len(cast) == len(plan.names) else "open"
 
-    def decide(self, plan: Plan, reachable: frozenset[str], *, is_late: bool) -> Outcome | Literal["query"]:
+    def decide(
+        self, plan: Plan, reachable: frozenset[str], *, is_late: bool
+    ) -> Outcome | Literal["query"]:
         """Return the outcome by the votes and receipts, or "query" if the other participants must
         be queried.
 
@@ -162,7 +205,9 @@ class VoteTable:
             return "open" if self._is_counting(plan, reachable) and not is_late else outcome
         # A receipt contains "abort" if its sender had aborted the plan when this island's vote
         # arrived there.
-        is_aborted_elsewhere = any(self.receipts.get((plan.id, name)) == "abort" for name in plan.names)
+        is_aborted_elsewhere = any(
+            self.receipts.get((plan.id, name)) == "abort" for name in plan.names
+        )
         is_doubtful = plan.id in self.query_first or is_aborted_elsewhere
         if pending and not is_doubtful and not is_late:
             return "open"
@@ -192,13 +237,19 @@ class VoteTable:
         """Forget "open" replies when another participant is lost: their senders may have since
         learned of its commit.
         """
-        self.replies = {key: said for key, said in self.replies.items() if key[0] != plan or said != "open"}
+        self.replies = {
+            key: said for key, said in self.replies.items() if key[0] != plan or said != "open"
+        }
 
     def pending(self, plan: Plan) -> frozenset[str]:
         """Return the participants whose vote is missing, or that have not acknowledged this
         island's vote.
         """
-        return frozenset(n for n in plan.names if (plan.id, n) not in self.votes or (plan.id, n) not in self.receipts)
+        return frozenset(
+            n
+            for n in plan.names
+            if (plan.id, n) not in self.votes or (plan.id, n) not in self.receipts
+        )
 
     def without_reply(self, plan: Plan) -> frozenset[str]:
         """Return the participants that have not reported the outcome of the plan."""

@@ -121,13 +121,19 @@ def build_statement(
     """Return the signed statement of the reducer that holds `key`, about the mean (encoded
     bytes) of these payloads.
     """
-    unsigned = Statement(plan=plan.id, part=part, mean=digest_of(mean), payloads=list(payloads), signature="0" * 128)
-    return unsigned.model_copy(update={"signature": key.sign(STATEMENT_PURPOSE, _statement_bytes(unsigned)).hex()})
+    unsigned = Statement(
+        plan=plan.id, part=part, mean=digest_of(mean), payloads=list(payloads), signature="0" * 128
+    )
+    return unsigned.model_copy(
+        update={"signature": key.sign(STATEMENT_PURPOSE, _statement_bytes(unsigned)).hex()}
+    )
 
 
 def is_statement_signed(public: str, statement: Statement) -> bool:
     """Return whether the holder of the key `public` has signed the statement."""
-    return verify(public, STATEMENT_PURPOSE, _statement_bytes(statement), bytes.fromhex(statement.signature))
+    return verify(
+        public, STATEMENT_PURPOSE, _statement_bytes(statement), bytes.fromhex(statement.signature)
+    )
 
 
 def _payload_bytes(plan: str, part: int, digest: str) -> bytes:
@@ -138,4 +144,6 @@ def _payload_bytes(plan: str, part: int, digest: str) -> bytes:
 
 def _statement_bytes(statement: Statement) -> bytes:
     own = _payload_bytes(statement.plan, statement.part, statement.mean)
-    return own + b"".join(bytes.fromhex(each.digest + each.signature) for each in statement.payloads)
+    return own + b"".join(
+        bytes.fromhex(each.digest + each.signature) for each in statement.payloads
+    )

@@ -47,7 +47,9 @@ class Distrust:
         wrong = old.num_wrong + is_wrong
         hidden = old.num_hidden + (not is_wrong)
         rounds = WRONG_ROUNDS * 4 ** (wrong - 1) if is_wrong else 2 ** (hidden - 1)
-        self._entries[island] = _Entry(wrong, hidden, max(old.until, round_number + min(rounds, MAX_ROUNDS)))
+        self._entries[island] = _Entry(
+            wrong, hidden, max(old.until, round_number + min(rounds, MAX_ROUNDS))
+        )
 
     def find(self, plan: Plan) -> tuple[str, str] | None:
         """Return a participant with which this island takes part in no plan of this round, and
@@ -60,5 +62,9 @@ class Distrust:
             if entry.num_wrong:
                 return name, f"audits have found {entry.num_wrong} wrong means of island {name!r}"
             if entry.num_hidden > 1 and len(plan.names) > 2:
-                return name, f"island {name!r} did not show the payloads of {entry.num_hidden} parts that it reduced"
+                return (
+                    name,
+                    f"island {name!r} did not show the payloads of {entry.num_hidden} parts that "
+                    "it reduced",
+                )
         return None

@@ -1,10 +1,14 @@
-"""The payloads that a reducer keeps until an attempt's outcome is known, and shows to participants that audit it.
+"""The payloads that a reducer keeps until an attempt's outcome is known, and shows to participants
+that audit it.
 
-    statement {plan, part}            the reducer's signed account of the part's mean        (control lane)
-    shown     {plan, part, island}    the payload that this contributor sent for the part    (bulk lane)
+    statement {plan, part}            the reducer's signed account of the part's mean
+                                      (control lane)
+    shown     {plan, part, island}    the payload that this contributor sent for the part    (bulk
+              lane)
 
-Both are called on the rank that carries the part. While audits are on, the payloads that a rank receives as a reducer
-stay in memory until the attempt ends: in total about the size of one encoded pseudo-gradient of the round's fragment.
+Both are called on the rank that carries the part. While audits are on, the payloads that a rank
+receives as a reducer stay in memory until the attempt ends: in total about the size of one encoded
+pseudo-gradient of the round's fragment.
 """
 
 import asyncio
@@ -75,7 +79,9 @@ class KeptPayloads:
     @property
     def num_bytes(self) -> int:
         """Bytes of the payloads that are kept now."""
-        return sum(each.payload.numel() for part in self._parts.values() for each in part.payloads.values())
+        return sum(
+            each.payload.numel() for part in self._parts.values() for each in part.payloads.values()
+        )
 
     def begin(self, plan: Plan) -> None:
         """Begin a new attempt and drop the payloads of an earlier one."""
@@ -113,11 +119,15 @@ class KeptPayloads:
         request = await receive(PayloadRequest, body)
         _, kept = self._find(source, request.plan, request.part)
         if (found := kept.payloads.get(request.island)) is None:
-            raise TransportError(f"island {request.island!r} contributed nothing to part {request.part}")
+            raise TransportError(
+                f"island {request.island!r} contributed nothing to part {request.part}"
+            )
         asked = source.island, request.part, request.island
         self._shown[asked] += 1
         if self._shown[asked] > MAX_SHOWN:
-            raise TransportError(f"this payload was shown to island {source.island!r} {MAX_SHOWN} times already")
+            raise TransportError(
+                f"this payload was shown to island {source.island!r} {MAX_SHOWN} times already"
+            )
         return await asyncio.to_thread(lambda: found.payload.contiguous().numpy().tobytes())
 
     def _find(self, source: Endpoint, plan_id: str, part: int) -> tuple[Plan, _KeptPart]:
@@ -137,7 +147,9 @@ class KeptPayloads:
         return build_statement(key, plan, part, kept.mean, signed)
 
 
-def sign_all(key: IslandKey, plan: Plan, part: int, payloads: Sequence[SignedPayload]) -> list[SignedDigest]:
+def sign_all(
+    key: IslandKey, plan: Plan, part: int, payloads: Sequence[SignedPayload]
+) -> list[SignedDigest]:
     """Return digests and signatures of payloads. This island's own payload, which was not sent,
     is signed now.
     """

@@ -40,5 +40,7 @@ def build_codec(name: str, coding: CodingConfig = DEFAULT_CODING) -> Codec:
         return build_own_codec(name, coding.options)
     if name not in _BUILDERS:
         nearest = get_close_matches(name, _BUILDERS, n=1, cutoff=0.0)[0]
-        raise InputError(f"unknown codec {name!r}; choose one of {', '.join(_BUILDERS)} (nearest: {nearest})")
+        raise InputError(
+            f"unknown codec {name!r}; choose one of {', '.join(_BUILDERS)} (nearest: {nearest})"
+        )
     return _BUILDERS[name](coding)

@@ -1,7 +1,8 @@
 """The codec interface: a flat fp32 tensor to bytes and back.
 
-A codec is pure and deterministic: equal values give equal bytes on every machine. The size of a payload depends only on
-the number of elements, so a receiver knows it beforehand and rejects any other size.
+A codec is pure and deterministic: equal values give equal bytes on every machine. The size of a
+payload depends only on the number of elements, so a receiver knows it beforehand and rejects any
+other size.
 """
 
 from typing import Protocol
@@ -26,7 +27,9 @@ class Codec(Protocol):
     """Whether it uses fewer than 8 bits per element. That is too few for norms, biases and tiny
     tensors, which get int8."""
     gathers: bool
-    """Whether it cannot encode a mean: every participant gets all payloads and computes the mean itself."""
+    """Whether it cannot encode a mean: every participant gets all payloads and computes the mean
+    itself.
+    """
     block_elements: int
     """Number of elements that share a scale (1 without blocks). Part boundaries are multiples of
     it."""
@@ -40,7 +43,8 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Decode a payload into 1-D fp32 values. Raises MessageError if its size or scales are not valid.
+        """Decode a payload into 1-D fp32 values. Raises MessageError if its size or scales are not
+        valid.
 
         The values may share their memory with the payload: write to neither.
         """

@@ -4,7 +4,13 @@ import math
 
 import torch
 
-from outer.codecs.packing.checks import check_payload, check_values, flat_fp32, is_finite, non_finite_error
+from outer.codecs.packing.checks import (
+    check_payload,
+    check_values,
+    flat_fp32,
+    is_finite,
+    non_finite_error,
+)
 from outer.errors import MessageError
 from outer.space.buffers import BUFFERS
 
@@ -37,7 +43,9 @@ class Fp32Codec:
         return values.view(torch.uint8)
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """View the payload as values without a copy. Raises MessageError on a wrong size, inf or nan."""
+        """View the payload as values without a copy. Raises MessageError on a wrong size, inf or
+        nan.
+        """
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         return check_values(payload.view(torch.float32), self.name)
 
@@ -71,14 +79,17 @@ class Bf16Codec:
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
         """Decode into 1-D fp32 values. Raises MessageError on a wrong size, inf or nan."""
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
-        return check_values(BUFFERS.floats(num_elements).copy_(payload.view(torch.bfloat16)), self.name)
+        return check_values(
+            BUFFERS.floats(num_elements).copy_(payload.view(torch.bfloat16)), self.name
+        )
 
 
 class Fp16Codec:
     """Nearest fp16 of x / scale, scale a power of two: |error| <= max(2**-11 |x|, 2**-25 scale).
 
-    The scale brings the part's largest magnitude to about 2**15, so that nothing overflows and a part of tiny values
-    keeps its precision: scale <= largest / 2**13.99, but at least 2**-100. Payload: the scale (fp32), then the codes.
+    The scale brings the part's largest magnitude to about 2**15, so that nothing overflows and a
+    part of tiny values keeps its precision: scale <= largest / 2**13.99, but at least 2**-100.
+    Payload: the scale (fp32), then the codes.
     """
 
     name = "fp16"
@@ -103,12 +114,18 @@ class Fp16Codec:
         return payload
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Decode into 1-D fp32 values. Raises MessageError on a wrong size or scale, and on inf or nan."""
+        """Decode into 1-D fp32 values. Raises MessageError on a wrong size or scale, and on inf or
+        nan.
+        """
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         scale = payload[:_FP16_SCALE_BYTES].view(torch.float32).item()
         if math.frexp(scale)[0] != 0.5 or scale < _FP16_MIN_SCALE:
-            raise MessageError(f"fp16 payload with scale {scale}, not a power of two from {_FP16_MIN_SCALE}")
-        return check_values(payload[_FP16_SCALE_BYTES:].view(torch.float16).float().mul_(scale), self.name)
+            raise MessageError(
+                f"fp16 payload with scale {scale}, not a power of two from {_FP16_MIN_SCALE}"
+            )
+        return check_values(
+            payload[_FP16_SCALE_BYTES:].view(torch.float16).float().mul_(scale), self.name
+        )
 
 
 def _peak(values: torch.Tensor) -> float:

@@ -33,7 +33,9 @@ class CodecChoice:
     """Encodes means for sending. Where means are not sent, a donor stores them in this encoding."""
     is_gathered: bool = False
     feedback: float | None = None
-    """Decay of the residual that is added to the next pseudo-gradient; None disables error feedback."""
+    """Decay of the residual that is added to the next pseudo-gradient; None disables error
+    feedback.
+    """
     moments: Codec = field(default_factory=Fp32Codec)
     """Encodes moments and their means. It must not round a small second moment to zero."""
     experts: Codec | None = None
@@ -59,7 +61,9 @@ class CodecChoice:
         return self._codec_of_values(part) or self._codec_apart(part) or self.mean
 
     def _codec_apart(self, part: Part) -> Codec | None:
-        """Return the codec of a part that is fine or holds experts; None if it is that of the rest."""
+        """Return the codec of a part that is fine or holds experts; None if it is that of the
+        rest.
+        """
         return self.fine if part.is_fine else self.experts if part.is_experts else None
 
     def _codec_of_values(self, part: Part) -> Codec | None:
@@ -95,11 +99,15 @@ def build_codec_choice(config: OuterConfig) -> CodecChoice:
         raise InputError(f"outer.{problem}")
     fine = build_codec(FINE) if codec.is_coarse else codec
     mean = Fp32Codec() if codec.gathers else codec
-    experts = None if config.experts.codec is None else build_codec(config.experts.codec, config.coding)
+    experts = (
+        None if config.experts.codec is None else build_codec(config.experts.codec, config.coding)
+    )
     return CodecChoice(codec, fine, mean, codec.gathers, config.coding.feedback, moments, experts)
 
 
-def build_space(specs: Sequence[TensorSpec], config: OuterConfig, codecs: CodecChoice | None = None) -> Space:
+def build_space(
+    specs: Sequence[TensorSpec], config: OuterConfig, codecs: CodecChoice | None = None
+) -> Space:
     """Return the canonical space of a run, from the model's parameters and the config.
 
     `codecs`: those of the config, if they are built already. Raises InputError when the model has
@@ -107,5 +115,13 @@ def build_space(specs: Sequence[TensorSpec], config: OuterConfig, codecs: CodecC
     """
     codecs = codecs or build_codec_choice(config)
     part_groups = build_part_groups(specs, config, splits_fine=codecs.splits_fine)
-    part_elements = config.part_elements or choose_part_elements(sum(prod(spec.shape) for spec in specs))
-    return Space(add_moments(specs, config), part_elements, codecs.block_elements, part_groups, config.start_islands)
+    part_elements = config.part_elements or choose_part_elements(
+        sum(prod(spec.shape) for spec in specs)
+    )
+    return Space(
+        add_moments(specs, config),
+        part_elements,
+        codecs.block_elements,
+        part_groups,
+        config.start_islands,
+    )

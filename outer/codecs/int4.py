@@ -29,13 +29,15 @@ _MAX_SCALE = (1 + 18 / 128) * 2.0**125
 
 
 class Int4Codec:
-    """code = round(x / scale), -7 to 7, scale = largest magnitude of the block / 7: |error| <= 0.5001 scale.
+    """code = round(x / scale), -7 to 7, scale = largest magnitude of the block / 7: |error| <=
+    0.5001 scale.
 
-    The scale is a bf16, rounded up by a factor of at most 1 + 2**-7 and at least 2**-108. Zeros stay exact, and
-    magnitudes below 1.5e-33 become zero. Payload: the scales (bf16), then the codes plus 8.
+    The scale is a bf16, rounded up by a factor of at most 1 + 2**-7 and at least 2**-108. Zeros
+    stay exact, and magnitudes below 1.5e-33 become zero. Payload: the scales (bf16), then the codes
+    plus 8.
 
-    With stochastic rounding code = floor(x / scale + noise), so |error| <= 1.0001 scale and the expected error is 0.
-    The noise is seeded by the scales, so that equal values give equal bytes.
+    With stochastic rounding code = floor(x / scale + noise), so |error| <= 1.0001 scale and the
+    expected error is 0. The noise is seeded by the scales, so that equal values give equal bytes.
     """
 
     name = "int4"
@@ -56,7 +58,9 @@ class Int4Codec:
         values = flat_fp32(values)
         scratch = torch.abs(values, out=BUFFERS.floats(values.numel()))
         peaks = finite_peaks(scratch, _BLOCK, values)
-        steps = round_up((peaks / _LEVELS).clamp_(min=MIN_SCALE), _DROPPED_BITS).clamp_(max=_MAX_SCALE)
+        steps = round_up((peaks / _LEVELS).clamp_(min=MIN_SCALE), _DROPPED_BITS).clamp_(
+            max=_MAX_SCALE
+        )
         multiply_blocks(values, steps.reciprocal(), _BLOCK, out=scratch)
         payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8)
         scales, packed = split_scales(payload, peaks.numel())
@@ -71,12 +75,19 @@ class Int4Codec:
         return payload
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Decode into 1-D fp32 values. Raises MessageError on a wrong size or an impossible scale."""
+        """Decode into 1-D fp32 values. Raises MessageError on a wrong size or an impossible
+        scale.
+        """
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         scales, packed = split_scales(payload, num_blocks(num_elements, _BLOCK))
         scales = check_scales(scales, MIN_SCALE, _MAX_SCALE, self.name)
         # No encoder writes code 0, which would mean -8; it is read as -7.
-        codes = unpack(packed, 4, num_elements).clamp_(min=_OFFSET - _LEVELS).view(torch.int8).sub_(_OFFSET)
+        codes = (
+            unpack(packed, 4, num_elements)
+            .clamp_(min=_OFFSET - _LEVELS)
+            .view(torch.int8)
+            .sub_(_OFFSET)
+        )
         values = BUFFERS.floats(num_elements).copy_(codes)
         multiply_blocks(values, scales, _BLOCK, out=values)
         return values
@@ -86,7 +97,9 @@ def _noise(scales: torch.Tensor, num_elements: int) -> torch.Tensor:
     """Return `num_elements` fp32 values from 2**-17 to 1 - 2**-17, uniform and symmetric around
     1/2.
     """
-    seed = int.from_bytes(blake2b(scales.view(torch.uint8).numpy().data, digest_size=8).digest(), "little")
+    seed = int.from_bytes(
+        blake2b(scales.view(torch.uint8).numpy().data, digest_size=8).digest(), "little"
+    )
     words = torch.empty(-(-num_elements // 4), dtype=torch.int64)
     # Each random 64-bit word gives four 16-bit values.
     words.random_(-(2**63), None, generator=torch.Generator().manual_seed(seed))

@@ -2,14 +2,20 @@
 
 import torch
 
-from outer.codecs.packing.block_scales import check_scales, finite_peaks, multiply_blocks, num_blocks, round_up
+from outer.codecs.packing.block_scales import (
+    check_scales,
+    finite_peaks,
+    multiply_blocks,
+    num_blocks,
+    round_up,
+)
 from outer.codecs.packing.checks import check_payload, flat_fp32
 
 _BLOCK = 256
 _LEVELS = 127
 
-# A scale keeps 17 significant bits, so that its product with a code fits into fp32's 24. Decoding therefore never
-# rounds, and encoding decoded values gives the same bytes again.
+# A scale keeps 17 significant bits, so that its product with a code fits into fp32's 24. Decoding
+# therefore never rounds, and encoding decoded values gives the same bytes again.
 _DROPPED_BITS = 7
 # Small enough to lose no relevant precision, and large enough to turn every denormal into zero, so
 # that processes that flush denormals give the same bytes.
@@ -19,11 +25,12 @@ _MAX_SCALE = (2.0 - 2.0**-16) * 2.0**120
 
 
 class Int8Codec:
-    """code = round(x / scale), scale = largest magnitude of the block / 127: |error| <= 0.5001 scale.
+    """code = round(x / scale), scale = largest magnitude of the block / 127: |error| <= 0.5001
+    scale.
 
-    The scale is rounded up by a factor of at most 1 + 2**-16 and is at least 2**-120. Zeros stay exact, and magnitudes
-    below 3e-37 become zero. Above 3.37e38 codes saturate instead of overflowing: |error| <= 1.51 scale.
-    Payload: the scales (fp32), then the codes.
+    The scale is rounded up by a factor of at most 1 + 2**-16 and is at least 2**-120. Zeros stay
+    exact, and magnitudes below 3e-37 become zero. Above 3.37e38 codes saturate instead of
+    overflowing: |error| <= 1.51 scale. Payload: the scales (fp32), then the codes.
     """
 
     name = "int8"
@@ -48,7 +55,9 @@ class Int8Codec:
         return payload
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Decode into 1-D fp32 values. Raises MessageError on a wrong size or an impossible scale."""
+        """Decode into 1-D fp32 values. Raises MessageError on a wrong size or an impossible
+        scale.
+        """
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         scales, codes = _split(payload, num_blocks(num_elements, _BLOCK))
         scales = check_scales(scales, _MIN_SCALE, _MAX_SCALE, self.name)

@@ -17,16 +17,19 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 class LowrankCodec:
-    """P Q^T of rank `rank`, with an orthonormal P from subspace iteration and Q = A^T P (PowerSGD, 1905.13727).
+    """P Q^T of rank `rank`, with an orthonormal P from subspace iteration and Q = A^T P (PowerSGD,
+    1905.13727).
 
-    A part of n elements is padded with zeros to a matrix A. Its columns are the smallest power of two that is at least
-    sqrt(n); it has no more rows than columns. With a rank equal to the rows, only the rounding of the factors is lost,
-    each to one of 2 x 32767 steps between its extremes. Parts with a largest magnitude below 1e-27 lose precision.
+    A part of n elements is padded with zeros to a matrix A. Its columns are the smallest power of
+    two that is at least sqrt(n); it has no more rows than columns. With a rank equal to the rows,
+    only the rounding of the factors is lost, each to one of 2 x 32767 steps between its extremes.
+    Parts with a largest magnitude below 1e-27 lose precision.
 
-    Factors are integers, so that decoding is exact in fp64 in any order of summation: all islands decode the same bytes
-    to the same bits. Encoding uses matrix products and QR in fp32, whose last bits depend on the machine and the number
-    of threads, so equal values may give slightly different bytes there.
-    Payload: the scale of the product (fp32), then P and Q row by row (int16).
+    Factors are integers, so that decoding is exact in fp64 in any order of summation: all islands
+    decode the same bytes to the same bits. Encoding uses matrix products and QR in fp32, whose last
+    bits depend on the machine and the number of threads, so equal values may give slightly
+    different bytes there. Payload: the scale of the product (fp32), then P and Q row by row
+    (int16).
     """
 
     name = "lowrank"
@@ -66,7 +69,9 @@ class LowrankCodec:
         return payload
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Decode into 1-D fp32 values, clamped to finite ones. Raises MessageError on a wrong size or scale."""
+        """Decode into 1-D fp32 values, clamped to finite ones. Raises MessageError on a wrong size
+        or scale.
+        """
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         rows, _, rank = self._shape(num_elements)
         scale, left, right = _split(payload, rows, rank)
@@ -86,7 +91,9 @@ class LowrankCodec:
         return rows, cols, min(self._rank, rows)
 
 
-def _split(payload: torch.Tensor, rows: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _split(
+    payload: torch.Tensor, rows: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return views of a payload's scale (fp32, 1 element), P (int16, rows x rank) and Q (int16,
     cols x rank).
     """

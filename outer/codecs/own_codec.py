@@ -7,7 +7,13 @@ from typing import Any, Protocol
 
 import torch
 
-from outer.codecs.packing.checks import check_payload, check_values, flat_fp32, is_finite, non_finite_error
+from outer.codecs.packing.checks import (
+    check_payload,
+    check_values,
+    flat_fp32,
+    is_finite,
+    non_finite_error,
+)
 from outer.config.own_code import Options
 from outer.errors import InputError, MessageError, NonFiniteError
 from outer.own_code import call, once, require
@@ -31,7 +37,9 @@ class CodecCode(Protocol):
 
 
 class OwnCodec:
-    """A Codec around own code, which gets finite values and payloads of the right size. Its results are checked."""
+    """A Codec around own code, which gets finite values and payloads of the right size. Its results
+    are checked.
+    """
 
     def __init__(self, code: CodecCode, name: str) -> None:
         """Wrap `code`. `name` is for messages. A codec without `is_coarse` is coarse below 8
@@ -42,7 +50,9 @@ class OwnCodec:
         self.block_elements: int = getattr(code, "block_elements", 1)
         self.gathers: bool = getattr(code, "gathers", False)
         many = 2**16
-        self.is_coarse: bool = getattr(code, "is_coarse", code.num_bytes(many) * 8 / many < COARSE_BITS)
+        self.is_coarse: bool = getattr(
+            code, "is_coarse", code.num_bytes(many) * 8 / many < COARSE_BITS
+        )
 
     def num_bytes(self, num_elements: int) -> int:
         return self._code.num_bytes(num_elements)
@@ -58,7 +68,8 @@ class OwnCodec:
         expected = (torch.uint8, (self.num_bytes(values.numel()),))
         if (payload.dtype, tuple(payload.shape)) != expected:
             raise InputError(
-                f"{self.name}: encode gave {payload.dtype} of shape {tuple(payload.shape)} for {values.numel()} "
+                f"{self.name}: encode gave {payload.dtype} of shape {tuple(payload.shape)} for "
+                f"{values.numel()} "
                 f"values; num_bytes says {expected[0]} of shape {expected[1]}"
             )
         return payload
@@ -71,9 +82,14 @@ class OwnCodec:
         try:
             values = self._code.decode(payload, num_elements)
         except Exception as error:
-            raise MessageError(f"{self.name} cannot decode a payload: {type(error).__name__}: {error}") from error
+            raise MessageError(
+                f"{self.name} cannot decode a payload: {type(error).__name__}: {error}"
+            ) from error
         if values.dtype != torch.float32 or values.shape != (num_elements,):
-            raise MessageError(f"{self.name} decoded {values.dtype} of shape {tuple(values.shape)}, not {num_elements}")
+            raise MessageError(
+                f"{self.name} decoded {values.dtype} of shape {tuple(values.shape)}, not "
+                f"{num_elements}"
+            )
         return check_values(values, self.name)
 
 
@@ -91,7 +107,11 @@ def check_codec(codec: Any) -> None:
 
     `codec` is one of ours or own code as in CodecCode. The tests take some milliseconds.
     """
-    wrapped = codec if hasattr(codec, "gathers") and hasattr(codec, "name") else OwnCodec(codec, type(codec).__name__)
+    wrapped = (
+        codec
+        if hasattr(codec, "gathers") and hasattr(codec, "name")
+        else OwnCodec(codec, type(codec).__name__)
+    )
     require(CLAIMS, wrapped, f"{KEY}: the codec {wrapped.name}")
 
 
@@ -112,7 +132,11 @@ def gives_back_finite_values(codec: Any) -> bool:
     huge = torch.tensor([3.3e38, 1.0, 0.0, -3.4e38])
     for values in (*map(_values, SIZES), huge):
         decoded = codec.decode(codec.encode(values), values.numel())
-        if decoded.dtype != torch.float32 or decoded.shape != values.shape or not decoded.isfinite().all():
+        if (
+            decoded.dtype != torch.float32
+            or decoded.shape != values.shape
+            or not decoded.isfinite().all()
+        ):
             return False
     return True
 
@@ -126,7 +150,9 @@ def gives_equal_bytes(codec: Any) -> bool:
     """Equal values give equal bytes, and encoding leaves the values alone."""
     values = _values(1000)
     before = values.clone()
-    return torch.equal(codec.encode(values), codec.encode(before.clone())) and torch.equal(values, before)
+    return torch.equal(codec.encode(values), codec.encode(before.clone())) and torch.equal(
+        values, before
+    )
 
 
 def leaves_the_payload_alone(codec: Any) -> bool:

@@ -3,7 +3,13 @@
 import torch
 
 from outer.codecs.packing.bits import pack, packed_bytes, unpack
-from outer.codecs.packing.block_scales import columns_of, finite_peaks, multiply_blocks, num_blocks, rows_of
+from outer.codecs.packing.block_scales import (
+    columns_of,
+    finite_peaks,
+    multiply_blocks,
+    num_blocks,
+    rows_of,
+)
 from outer.codecs.packing.checks import check_payload, check_values, flat_fp32
 
 # The table takes 64 bits per block. 512 is the largest block whose sums on the grid below are
@@ -22,12 +28,13 @@ _MAX_ENTRY = (2.0 - 2.0**-7) * 2.0**127
 
 
 class Stat2Codec:
-    """code = round((x - mean) / (1.5 sigma) + 2) in 0 to 3, which decodes to the mean of the block's x with that code.
+    """code = round((x - mean) / (1.5 sigma) + 2) in 0 to 3, which decodes to the mean of the
+    block's x with that code.
 
-    A block therefore keeps its sum, up to the rounding of the table entries to bf16 (2**-9 of each) and of x to the
-    nearest multiple of 1/32767 of the block's largest magnitude, or of 2**-116. A block with only one or two distinct
-    values decodes to them, up to that rounding. Payload: the tables (bf16, 4 entries for each block, 0 for an unused
-    code), then the codes.
+    A block therefore keeps its sum, up to the rounding of the table entries to bf16 (2**-9 of each)
+    and of x to the nearest multiple of 1/32767 of the block's largest magnitude, or of 2**-116. A
+    block with only one or two distinct values decodes to them, up to that rounding. Payload: the
+    tables (bf16, 4 entries for each block, 0 for an unused code), then the codes.
     """
 
     name = "stat2"
@@ -57,7 +64,9 @@ class Stat2Codec:
         return payload
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Decode into 1-D fp32 values. Raises MessageError on a wrong size, and on inf or nan in a table."""
+        """Decode into 1-D fp32 values. Raises MessageError on a wrong size, and on inf or nan in a
+        table.
+        """
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         tables, packed = _split(payload, num_blocks(num_elements, _BLOCK))
         entries = check_values(tables.float().view(-1), self.name)
@@ -76,7 +85,9 @@ def _split(payload: torch.Tensor, num_tables: int) -> tuple[torch.Tensor, torch.
 
 
 def _fill_codes(steps: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write the codes (fp32) of grid steps to `out` and return it. Both have shape (blocks, elements)."""
+    """Write the codes (fp32) of grid steps to `out` and return it. Both have shape (blocks,
+    elements).
+    """
     size = steps.shape[1]
     torch.sub(steps, (steps.sum(1) / size)[:, None], out=out)
     sigmas = (_ordered_sum(out * out) / size).sqrt_()
@@ -109,5 +120,8 @@ def _bin_means(steps: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         torch.sub(codes, code - 1, out=above).clamp_(0, 1)
         counts.append(above.sum(1))
         sums.append(above.mul_(steps).sum(1))
-    of_each = [torch.stack([*column, torch.zeros(len(steps))], 1).diff(dim=1).neg_() for column in (sums, counts)]
+    of_each = [
+        torch.stack([*column, torch.zeros(len(steps))], 1).diff(dim=1).neg_()
+        for column in (sums, counts)
+    ]
     return of_each[0] / of_each[1].clamp_(min=1)

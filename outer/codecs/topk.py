@@ -1,4 +1,6 @@
-"""The topk codec: sends only the largest magnitudes of each chunk, as packed indices and coded values."""
+"""The topk codec: sends only the largest magnitudes of each chunk, as packed indices and coded
+values.
+"""
 
 import torch
 
@@ -18,10 +20,10 @@ class TopkCodec:
     """Keeps the `top_k` largest magnitudes of each chunk of `chunk_elements`; the rest is 0. Of
     equal ones the first are kept.
 
-    The chunks are like SparseLoCo's (2508.15706). A shorter last chunk sends `top_k` elements, too, or all it has.
-    packing/topk_values.py describes the precision and size of the values; with 32 bits and top_k = chunk_elements the
-    codec is lossless. Payload: the values, then their indices within the chunks, ascending, at log2(chunk_elements)
-    bits each.
+    The chunks are like SparseLoCo's (2508.15706). A shorter last chunk sends `top_k` elements, too,
+    or all it has. packing/topk_values.py describes the precision and size of the values; with 32
+    bits and top_k = chunk_elements the codec is lossless. Payload: the values, then their indices
+    within the chunks, ascending, at log2(chunk_elements) bits each.
     """
 
     name = "topk"
@@ -40,7 +42,9 @@ class TopkCodec:
         4096 at 2 bits.
         """
         count = self._num_selected(num_elements)
-        return selected_bytes(count, self._top_k, self._value_bits) + packed_bytes(count, self._index_bits)
+        return selected_bytes(count, self._top_k, self._value_bits) + packed_bytes(
+            count, self._index_bits
+        )
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         values = flat_fp32(values)
@@ -107,5 +111,7 @@ def _top(keys: torch.Tensor, count: int) -> torch.Tensor:
         # third of the time.
         columns = keys.view(num_rows, _COLUMN_KEYS, size // _COLUMN_KEYS)
         best = columns.amax(1).topk(count, dim=1, sorted=False).indices
-        keys = columns.gather(2, best[:, None].expand(-1, _COLUMN_KEYS, -1)).view(num_rows, count * _COLUMN_KEYS)
+        keys = columns.gather(2, best[:, None].expand(-1, _COLUMN_KEYS, -1)).view(
+            num_rows, count * _COLUMN_KEYS
+        )
     return keys.topk(count, dim=1, sorted=False).values

@@ -41,7 +41,9 @@ class OuterOptimizerConfig(Section):
     options: Options = Field(default_factory=dict)
     """Settings of an outer optimizer of your own: keyword arguments of its class."""
     lr: float = Field(default=0.7, gt=0)
-    """Step size along the mean pseudo-gradient. With momentum 0 and lr 1 the outer step is plain averaging."""
+    """Step size along the mean pseudo-gradient. With momentum 0 and lr 1 the outer step is plain
+    averaging.
+    """
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """Share of the momentum that each step keeps; 0: no momentum."""
     nesterov: bool = True
@@ -59,15 +61,21 @@ class OuterOptimizerConfig(Section):
         if self.options and self.rule is None:
             raise ValueError("options are for a rule of your own, but rule is null; leave them out")
         if self.rule is not None and (self.delayed or self.align is not None):
-            raise ValueError("delayed and align belong to SGD, but rule names an optimizer of your own; leave them out")
+            raise ValueError(
+                "delayed and align belong to SGD, but rule names an optimizer of your own; leave "
+                "them out"
+            )
         if self.delayed and (self.momentum == 0 or not self.nesterov):
             raise ValueError(
-                f"delayed sets when Nesterov momentum moves the params: set momentum above 0 and nesterov to true, or "
-                f"delayed to false (momentum is {self.momentum}, nesterov {str(self.nesterov).lower()})"
+                "delayed sets when Nesterov momentum moves the params: set momentum above 0 and "
+                "nesterov to true, or "
+                f"delayed to false (momentum is {self.momentum}, nesterov "
+                f"{str(self.nesterov).lower()})"
             )
         if self.align is not None and self.momentum == 0:
             raise ValueError(
-                "align compares pseudo-gradients with the momentum, but momentum is 0: set it above 0, or align to null"
+                "align compares pseudo-gradients with the momentum, but momentum is 0: set it "
+                "above 0, or align to null"
             )
         return self
 

@@ -11,7 +11,9 @@ from outer.config.section import Section
 from outer.config.sharing import CodingConfig, ExpertSharingConfig, GossipConfig, MergeConfig
 
 BETWEEN_RULES = ("mean", "trimmed_mean", "geometric_median")
-"""Rules whose result lies between the participants' values, which second moments and buffers require."""
+"""Rules whose result lies between the participants' values, which second moments and buffers
+require.
+"""
 GATHERED = ("topk",)
 """Our codecs that cannot encode a mean: every island gets all payloads and computes the mean
 itself."""
@@ -42,11 +44,14 @@ GOSSIP_REFUSES = (
 
 
 class OuterConfig(Section):
-    """The outer loop: when islands average, how they encode pseudo-gradients, and which islands must take part."""
+    """The outer loop: when islands average, how they encode pseudo-gradients, and which islands
+    must take part.
+    """
 
     rounds: int = Field(default=100, ge=1)
-    """Number of times that every parameter is averaged, except experts with `experts.every` above 1.
-    The run has rounds x inner_steps inner steps."""
+    """Number of times that every parameter is averaged, except experts with `experts.every` above
+    1. The run has rounds x inner_steps inner steps.
+    """
     inner_steps: int = Field(default=30, ge=1)
     """Number of inner steps from one average of a parameter to the next (H)."""
     fragments: int = Field(default=1, ge=1)
@@ -56,9 +61,13 @@ class OuterConfig(Section):
     """Layers of a fragment: every n-th layer (strided), neighbouring layers (sequential), or a
     choice that makes fragments about equal in size (balanced)."""
     delay: int = Field(default=0, ge=0)
-    """Number of inner steps between the start of a round and the merge of its result (tau of 2501.18512)."""
+    """Number of inner steps between the start of a round and the merge of its result (tau of
+    2501.18512).
+    """
     mix: float = Field(default=0.0, ge=0, le=1)
-    """Weight of the island's own params when the result of a round is merged into them (alpha of 2501.18512)."""
+    """Weight of the island's own params when the result of a round is merged into them (alpha of
+    2501.18512).
+    """
     eager: bool = False
     """While a round is in flight, continue from params that already include this island's own
     contribution (2502.12996)."""
@@ -85,12 +94,14 @@ class OuterConfig(Section):
     with the reducer's. See docs/decisions/0024-reducers-are-audited.md. 0 costs nothing, and
     trusts each island with the parts that it reduces."""
     codec: Annotated[str, one_of(CODECS, "my_package.codecs:Sign")] = "fp32"
-    """Encoding of pseudo-gradients on the network: fp32, bf16, fp16, int8, int4, e3m0, stat2, topk or lowrank, or a
-    codec of your own by its import path (docs/extending.md)."""
+    """Encoding of pseudo-gradients on the network: fp32, bf16, fp16, int8, int4, e3m0, stat2, topk
+    or lowrank, or a codec of your own by its import path (docs/extending.md).
+    """
     coding: CodingConfig = CodingConfig()
     transport: Literal["loopback", "gloo", "tls", "hivemind"] = "hivemind"
-    """Network between islands: threads of one process (loopback), plain TCP (gloo), TLS 1.3 on connections of our own
-    (tls), or encrypted libp2p (hivemind)."""
+    """Network between islands: threads of one process (loopback), plain TCP (gloo), TLS 1.3 on
+    connections of our own (tls), or encrypted libp2p (hivemind).
+    """
     part_elements: int | None = Field(default=None, ge=256)
     """Size of the largest part, in parameters. null: chosen by the size of the model: 1M below
     1B parameters, 2M to 4M above. All islands use the same size, so codec blocks do not depend
@@ -117,28 +128,35 @@ class OuterConfig(Section):
     def _fits(self) -> "OuterConfig":
         if self.fragments > self.inner_steps:
             raise ValueError(
-                f"fragments is {self.fragments}, inner_steps {self.inner_steps}: each fragment is sent at a step of "
+                f"fragments is {self.fragments}, inner_steps {self.inner_steps}: each fragment is "
+                "sent at a step of "
                 "its own; lower fragments or raise inner_steps"
             )
         between = self.inner_steps // self.fragments
         if self.delay > between:
             raise ValueError(
-                f"delay is {self.delay}, but there are only {between} inner steps (inner_steps / fragments) from one "
-                f"round to the next, and only one round is in flight at a time; set delay to {between} or less"
+                f"delay is {self.delay}, but there are only {between} inner steps (inner_steps / "
+                "fragments) from one "
+                "round to the next, and only one round is in flight at a time; set delay to "
+                f"{between} or less"
             )
         if self.eager and (self.delay == 0 or self.mix > 0):
             raise ValueError(
-                f"eager requires rounds that run during training and are not mixed: set delay to 1 or more and mix "
+                "eager requires rounds that run during training and are not mixed: set delay to 1 "
+                "or more and mix "
                 f"to 0 (delay is {self.delay}, mix {self.mix})"
             )
         if self.eager and self.optimizer.delayed:
             raise ValueError(
-                "eager anticipates a whole outer step, but optimizer.delayed makes it in shares; set one to false"
+                "eager anticipates a whole outer step, but optimizer.delayed makes it in shares; "
+                "set one to false"
             )
         if self.wait_for == "quorum" and (self.delay > 0 or self.mix > 0):
             raise ValueError(
-                f"wait_for is 'quorum': observers keep training during a round, and contributors wait for its result; "
-                f"set delay and mix to 0, or wait_for to all (delay is {self.delay}, mix {self.mix})"
+                "wait_for is 'quorum': observers keep training during a round, and contributors "
+                "wait for its result; "
+                f"set delay and mix to 0, or wait_for to all (delay is {self.delay}, mix "
+                f"{self.mix})"
             )
         self._check_own_code()
         self._check_gossip()
@@ -153,28 +171,33 @@ class OuterConfig(Section):
     def _check_own_code(self) -> None:
         if self.coding.options and not is_import_path(self.codec):
             raise ValueError(
-                f"coding.options are for a codec of your own by import path, but codec is {self.codec}; leave them out"
+                "coding.options are for a codec of your own by import path, but codec is "
+                f"{self.codec}; leave them out"
             )
 
     def _check_moments(self) -> None:
         if self.eager:
             raise ValueError(
-                "eager rounds do not send moments, because an island's own share does not anticipate their mean; set "
+                "eager rounds do not send moments, because an island's own share does not "
+                "anticipate their mean; set "
                 "eager to false or moments to null"
             )
         if self.wait_for == "quorum":
             raise ValueError(
-                "moments are averaged by rounds of all islands, because an observer's own steps cannot be re-based on "
+                "moments are averaged by rounds of all islands, because an observer's own steps "
+                "cannot be re-based on "
                 "averaged moments; set wait_for to all or moments to null"
             )
         if self.optimizer.delayed:
             raise ValueError(
-                "moments are averaged in one step, but optimizer.delayed applies what it receives in shares; set "
+                "moments are averaged in one step, but optimizer.delayed applies what it receives "
+                "in shares; set "
                 "optimizer.delayed to false or moments to null"
             )
         if self.merge.rule not in BETWEEN_RULES:
             raise ValueError(
-                f"moments cannot be merged by {self.merge.rule}, which is for pseudo-gradients only; set merge.rule to "
+                f"moments cannot be merged by {self.merge.rule}, which is for pseudo-gradients "
+                "only; set merge.rule to "
                 f"{', '.join(BETWEEN_RULES[:-1])} or {BETWEEN_RULES[-1]}, or moments to null"
             )
 
@@ -184,19 +207,22 @@ class OuterConfig(Section):
         found += ["coding.feedback"] if self.coding.feedback is not None else []
         if found and self.gossip is not None:
             raise ValueError(
-                f"gossip has no rounds of all islands, and has its own momentum and lr: leave out {', '.join(found)}, "
+                "gossip has no rounds of all islands, and has its own momentum and lr: leave out "
+                f"{', '.join(found)}, "
                 "or set gossip to null"
             )
 
     def _check_timed(self) -> None:
         if (self.local_steps == "timed") != (self.round_seconds is not None):
             raise ValueError(
-                f"local_steps 'timed' and round_seconds go together: set both or neither (local_steps is "
+                "local_steps 'timed' and round_seconds go together: set both or neither "
+                "(local_steps is "
                 f"{self.local_steps!r}, round_seconds {self.round_seconds})"
             )
         if self.local_steps == "timed" and self.wait_for == "quorum":
             raise ValueError(
-                "wait_for is 'quorum': each island contributes when its inner steps are done, at its own pace; set "
+                "wait_for is 'quorum': each island contributes when its inner steps are done, at "
+                "its own pace; set "
                 "local_steps to dynamic and leave out round_seconds, or wait_for to all"
             )
 
@@ -209,8 +235,10 @@ class OuterConfig(Section):
         remembering += ["coding.feedback"] if self.coding.feedback is not None else []
         if self.audit > 0 and remembering:
             raise ValueError(
-                f"audit is {self.audit:g}, and a mean that is audited must follow from the round's payloads alone; "
-                f"{remembering[0]} makes it depend on what its reducer remembers of earlier rounds; leave that out, or "
+                f"audit is {self.audit:g}, and a mean that is audited must follow from the round's "
+                "payloads alone; "
+                f"{remembering[0]} makes it depend on what its reducer remembers of earlier "
+                "rounds; leave that out, or "
                 "set audit to 0"
             )
 
@@ -218,27 +246,35 @@ class OuterConfig(Section):
         every = self.experts.every
         if self.rounds % every:
             raise ValueError(
-                f"experts.every is {every}, which does not divide rounds ({self.rounds}): the experts' last steps "
-                f"would never be averaged; set rounds to a multiple of it, such as {-(-self.rounds // every) * every}"
+                f"experts.every is {every}, which does not divide rounds ({self.rounds}): the "
+                "experts' last steps "
+                "would never be averaged; set rounds to a multiple of it, such as "
+                f"{-(-self.rounds // every) * every}"
             )
         if self.experts.group > 1 and self.merge.experts != "routed":
             raise ValueError(
-                f"experts.group is {self.experts.group}, which is for weights by routed tokens; set merge.experts to "
+                f"experts.group is {self.experts.group}, which is for weights by routed tokens; "
+                "set merge.experts to "
                 "routed, or leave experts.group out"
             )
         if every > 1 and self.wait_for == "quorum":
             raise ValueError(
-                f"experts.every is {every}, but with wait_for 'quorum' the number of rounds is not known beforehand, "
-                "and the last one might leave the experts out; set experts.every to 1, or wait_for to all"
+                f"experts.every is {every}, but with wait_for 'quorum' the number of rounds is not "
+                "known beforehand, "
+                "and the last one might leave the experts out; set experts.every to 1, or wait_for "
+                "to all"
             )
         if every > 1 and self.merge.needs_last_mean:
             raise ValueError(
-                f"experts.every is {every}, and merge.rule centered_clip and merge.min_cosine compare a mean with that "
-                "of the round before, which has no experts; set experts.every to 1, or leave them out"
+                f"experts.every is {every}, and merge.rule centered_clip and merge.min_cosine "
+                "compare a mean with that "
+                "of the round before, which has no experts; set experts.every to 1, or leave them "
+                "out"
             )
         if self.moments is not None and (every > 1 or self.merge.experts == "routed"):
             raise ValueError(
-                "moments are averaged with the weights and in the rounds of all other params; set merge.experts to "
+                "moments are averaged with the weights and in the rounds of all other params; set "
+                "merge.experts to "
                 "tokens and experts.every to 1, or moments to null"
             )
 
@@ -256,8 +292,10 @@ class OuterConfig(Section):
         if not remembering:
             return ""
         return (
-            f"merge.{remembering[0]}: with codec {self.codec} every island computes the means itself, and one that "
-            "joined later remembers other rounds than the others; leave it out (max_norm_ratio remembers nothing), "
+            f"merge.{remembering[0]}: with codec {self.codec} every island computes the means "
+            "itself, and one that "
+            "joined later remembers other rounds than the others; leave it out (max_norm_ratio "
+            "remembers nothing), "
             "or use another codec"
         )
 
@@ -271,7 +309,9 @@ class OuterConfig(Section):
             "merge": self.merge.later_defaults,
             "optimizer": self.optimizer.later_defaults,
         }
-        found: dict[str, set[str] | bool] = {section: names for section, names in unset.items() if names}
+        found: dict[str, set[str] | bool] = {
+            section: names for section, names in unset.items() if names
+        }
         return found | ({"experts": True} if self.experts == ExpertSharingConfig() else {})
 
     @property

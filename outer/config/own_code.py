@@ -28,7 +28,9 @@ def one_of(names: Sequence[str], example: str) -> AfterValidator:
 
     def check(name: str) -> str:
         if name not in names and not is_import_path(name):
-            raise ValueError(f"{', '.join([*names, ''])}or own code by its import path as in {example}")
+            raise ValueError(
+                f"{', '.join([*names, ''])}or own code by its import path as in {example}"
+            )
         return name
 
     return AfterValidator(check)

@@ -11,7 +11,14 @@ from outer.config.section import Section
 
 ExpertCodec = Literal["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2"]
 """Codecs of ours that encode means, too."""
-MERGE_RULES = ("mean", "trimmed_mean", "geometric_median", "centered_clip", "radial", "contributors")
+MERGE_RULES = (
+    "mean",
+    "trimmed_mean",
+    "geometric_median",
+    "centered_clip",
+    "radial",
+    "contributors",
+)
 
 
 class MergeConfig(Section):
@@ -31,20 +38,25 @@ class MergeConfig(Section):
     experts: Literal["tokens", "routed"] = "tokens"
     """Weights of the islands in the mean of an expert of a mixture. tokens: those of all other
     params, the tokens that an island has trained on. routed: the tokens that an island has sent to
-    the expert since it was last averaged. Islands that have sent none are left out; if all have sent
-    none, the mean is 0. See docs/experts.md."""
+    the expert since it was last averaged. Islands that have sent none are left out; if all have
+    sent none, the mean is 0. See docs/experts.md.
+    """
     trim: float = Field(default=0.125, gt=0, lt=0.5)
     """For trimmed_mean: fraction of participants removed at each end of every coordinate,
     rounded up. At least one participant remains."""
     max_norm_ratio: float | None = Field(default=None, gt=1)
-    """Leave an island's part out of the mean if its norm exceeds this many times the participants' median norm.
-    If this and the next two filters would leave a part without participants, the part keeps all of them."""
+    """Leave an island's part out of the mean if its norm exceeds this many times the participants'
+    median norm. If this and the next two filters would leave a part without participants, the part
+    keeps all of them.
+    """
     max_norm_zscore: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Leave an island's part out of the mean if its norm is more than this many standard
     deviations above the island's recent norms. EDiT (2412.07210) uses 3. The filter starts with
     the 121st norm; see outer/reduce/norm_zscore.py."""
     min_cosine: float | None = Field(default=None, gt=-1, lt=1)
-    """Leave an island's part out of the mean if its cosine with the last committed mean is below this value."""
+    """Leave an island's part out of the mean if its cosine with the last committed mean is below
+    this value.
+    """
 
     refuse_norm_ratio: float | None = Field(default=20.0, gt=1)
     """Refuse to commit a mean whose norm is more than this many times the norm of what healthy
@@ -58,7 +70,8 @@ class MergeConfig(Section):
     def _options_are_of_own_code(self) -> "MergeConfig":
         if self.options and not is_import_path(self.rule):
             raise ValueError(
-                f"options are for a rule of your own by import path, but rule is {self.rule}; leave them out"
+                f"options are for a rule of your own by import path, but rule is {self.rule}; "
+                "leave them out"
             )
         return self
 
@@ -81,19 +94,26 @@ class MergeConfig(Section):
     @property
     def has_filters(self) -> bool:
         """Whether any filter is configured that can leave an island's part out of the mean."""
-        return any(bound is not None for bound in (self.max_norm_ratio, self.max_norm_zscore, self.min_cosine))
+        return any(
+            bound is not None
+            for bound in (self.max_norm_ratio, self.max_norm_zscore, self.min_cosine)
+        )
 
     @property
     def remembering(self) -> list[str]:
         """The settings that make a part's mean depend on earlier rounds as its reducer has seen
         them.
         """
-        found = [name for name in ("max_norm_zscore", "min_cosine") if getattr(self, name) is not None]
+        found = [
+            name for name in ("max_norm_zscore", "min_cosine") if getattr(self, name) is not None
+        ]
         return found + (["rule: centered_clip"] if self.rule == "centered_clip" else [])
 
     @property
     def needs_last_mean(self) -> bool:
-        """Whether every island must keep the last committed mean, which takes 4 bytes per parameter."""
+        """Whether every island must keep the last committed mean, which takes 4 bytes per
+        parameter.
+        """
         return self.rule == "centered_clip" or self.min_cosine is not None
 
 
@@ -109,7 +129,9 @@ class CodingConfig(Section):
     """For int4: round to the nearest code, or randomly up or down so that the expected value is
     exact."""
     top_k: int = Field(default=64, ge=1)
-    """For topk: number of elements of each chunk that are sent, those with the largest magnitudes."""
+    """For topk: number of elements of each chunk that are sent, those with the largest
+    magnitudes.
+    """
     chunk_elements: int = Field(default=4096, ge=16, le=65536)
     """For topk: number of elements in a chunk. A power of two uses all bits of an index."""
     value_bits: Literal[2, 8, 32] = 2
@@ -145,7 +167,9 @@ class GossipConfig(Section):
     """
 
     group: int = Field(default=2, ge=2)
-    """Number of islands that average together. If it does not divide the number of islands, some groups are larger."""
+    """Number of islands that average together. If it does not divide the number of islands, some
+    groups are larger.
+    """
     momentum: float = Field(default=0.5, ge=0, lt=1)
     """Momentum of the outer step (mu)."""
     lr: float = Field(default=0.7, gt=0)

@@ -43,23 +43,30 @@ async def _meet_at_rendezvous(
     settings: NetworkSettings, network: Network, auth: PeerAuth, dialer: Dialer | None
 ) -> None:
     seconds = settings.record_seconds / 3, settings.connect_seconds
-    membership = await open_membership(settings.bootstrap, settings.run_id, settings.me, *seconds, auth, dialer)
+    membership = await open_membership(
+        settings.bootstrap, settings.run_id, settings.me, *seconds, auth, dialer
+    )
     network.membership = membership
     network._closers = (*network._closers, membership.close)
 
 
-async def _meet_in_dht(settings: NetworkSettings, network: Network, auth: PeerAuth, *, is_reachable: bool) -> None:
+async def _meet_in_dht(
+    settings: NetworkSettings, network: Network, auth: PeerAuth, *, is_reachable: bool
+) -> None:
     require_hivemind("a DHT, whose addresses are in island.bootstrap,", MEET_ELSEWHERE)
     from outer.membership.dht.beside import Meeting, NodePlace, open_dht_beside
 
     if settings.proxy is not None:
         raise InputError(
-            "island.bootstrap: got addresses of a DHT, to which island.proxy does not lead; let the islands of this "
+            "island.bootstrap: got addresses of a DHT, to which island.proxy does not lead; let "
+            "the islands of this "
             "run meet at a rendezvous: `diloco bootstrap --rendezvous tcp`"
         )
     host = settings.listen_host if is_reachable else None
     place = NodePlace(host, settings.dht_port, settings.announce_host, settings.identity_path)
-    meeting = Meeting(settings.run_id, settings.bootstrap, settings.connect_seconds, settings.record_seconds)
+    meeting = Meeting(
+        settings.run_id, settings.bootstrap, settings.connect_seconds, settings.record_seconds
+    )
     membership, daemon = await open_dht_beside(meeting, place, auth)
     network.membership = membership
     network.wait_for_loss = daemon.wait_for_loss
@@ -79,7 +86,9 @@ async def find_runs(
     Raises InputError if the address is unreachable or the key opens no run.
     """
     if address.startswith("tcp://"):
-        return await find_runs_at_rendezvous(address, connect_seconds, run_key, Dialer(parse_proxy(proxy)))
+        return await find_runs_at_rendezvous(
+            address, connect_seconds, run_key, Dialer(parse_proxy(proxy))
+        )
     if address.startswith("/"):
         require_hivemind(f"the DHT at {address}", MEET_ELSEWHERE)
         from outer.membership.dht.membership import find_runs_in_swarm

@@ -1,4 +1,6 @@
-"""Opens the connections of one rank: a transport, a messenger and, on rank 0, the membership, all of one kind."""
+"""Opens the connections of one rank: a transport, a messenger and, on rank 0, the membership, all
+of one kind.
+"""
 
 from outer.agreement.proofs.signer import IslandSigner
 from outer.config import NETWORKS, PORTS_OF_TLS
@@ -36,17 +38,23 @@ async def open_network(kind: str, settings: NetworkSettings) -> Network:
     facts = NETWORKS[kind]
     if not facts.has_daemon and settings.relay != "off":
         raise InputError(
-            f"island.relay: it is for libp2p peers, but outer.transport is {kind!r}; use hivemind, or leave it out"
+            f"island.relay: it is for libp2p peers, but outer.transport is {kind!r}; use hivemind, "
+            "or leave it out"
         )
     for name in () if facts.has_routes else ("relays", "proxy"):
         if getattr(settings, name):
-            raise InputError(f"island.{name}: it is for outer.transport tls, but this is {kind!r}; leave it out")
+            raise InputError(
+                f"island.{name}: it is for outer.transport tls, but this is {kind!r}; leave it out"
+            )
     if not facts.has_daemon and auth.access.peer_ids:
         raise InputError(
-            f"island.allow: {auth.access.peer_ids[0]!r} is not an island's key (64 hexadecimal digits, as `diloco key` "
+            f"island.allow: {auth.access.peer_ids[0]!r} is not an island's key (64 hexadecimal "
+            "digits, as `diloco key` "
             f"prints it), and libp2p peer ids are for outer.transport hivemind; it is {kind!r}"
         )
-    opened = retry_unreachable(lambda: OPENERS[kind](settings, auth, names), names.knows_others(settings.island))
+    opened = retry_unreachable(
+        lambda: OPENERS[kind](settings, auth, names), names.knows_others(settings.island)
+    )
     network = await opened
     network.signer = IslandSigner(auth.island, names, settings.run_id, auth.access)
     return network
@@ -60,7 +68,8 @@ def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
     names = KnownNames(settings.names_path)
     if problem := names.claim(settings.island, key.public):
         raise InputError(
-            f"island.name: {problem}according to {settings.names_path or 'the run'}; restore the island's old key, or "
+            f"island.name: {problem}according to {settings.names_path or 'the run'}; restore the "
+            "island's old key, or "
             "choose another name"
         )
     access = Access(frozenset(settings.allow), settings.ban_files)
@@ -79,7 +88,9 @@ async def _open_loopback(settings: NetworkSettings, auth: PeerAuth, names: Known
         )
     transport = LoopbackTransport(hub, settings.run_id, settings.me, settings.connect_seconds)
     messenger = LoopbackMessenger(hub, settings.run_id, settings.me, transport.traffic)
-    membership = LoopbackMembership(hub, settings.run_id, settings.island) if settings.rank == 0 else None
+    membership = (
+        LoopbackMembership(hub, settings.run_id, settings.island) if settings.rank == 0 else None
+    )
     hub.introduce(settings.run_id, settings.island, auth.island.public, names)
     return Network(transport, messenger, auth.rejections, names, auth.island, membership)
 
@@ -95,8 +106,12 @@ async def _open_gloo(settings: NetworkSettings, auth: PeerAuth, names: KnownName
         if (own := getattr(settings, name)) is not None:
             await check_is_private(f"island.{name}", own)
     port = settings.listen_port + settings.rank if settings.listen_port else 0
-    messenger = await _open_messenger(settings, "gloo", auth, port, settings.announce_host or host, Dialer())
-    transport = GlooTransport(settings.me, messenger, messenger.traffic, host, settings.connect_seconds)
+    messenger = await _open_messenger(
+        settings, "gloo", auth, port, settings.announce_host or host, Dialer()
+    )
+    transport = GlooTransport(
+        settings.me, messenger, messenger.traffic, host, settings.connect_seconds
+    )
     if auth.key is not None:
         transport = SealedTransport(transport, auth, settings.run_id, settings.me)
     network = Network(transport, messenger, auth.rejections, names, auth.island)
@@ -118,7 +133,9 @@ async def _open_tls(settings: NetworkSettings, auth: PeerAuth, names: KnownNames
     messenger.tls = tls
     messenger.find_key = find_key
     messenger.on_failure = dialer.blame
-    messenger.address = build_address(key.public, announced, find_port(messenger), relays, rank, "calls")
+    messenger.address = build_address(
+        key.public, announced, find_port(messenger), relays, rank, "calls"
+    )
     own = (messenger.traffic, settings.connect_seconds, settings.tls_streams, dialer)
     transport = TlsTransport(settings.run_id, settings.me, auth, tls, *own)
     try:
@@ -126,9 +143,14 @@ async def _open_tls(settings: NetworkSettings, auth: PeerAuth, names: KnownNames
     except OSError as error:
         await messenger.close()
         raise _cannot_listen(host, port and port + 1, error) from None
-    accept: dict[Door, Accept] = {"calls": lambda one: serve_connection(messenger, one), "payloads": transport.accept}
+    accept: dict[Door, Accept] = {
+        "calls": lambda one: serve_connection(messenger, one),
+        "payloads": transport.accept,
+    }
     registrations = Registrations(relays, Registrant(key, rank, auth.key, dialer, accept))
-    network = Network(transport, messenger, auth.rejections, names, key, _closers=[registrations.close])
+    network = Network(
+        transport, messenger, auth.rejections, names, key, _closers=[registrations.close]
+    )
     if announced is None:
         try:
             await registrations.wait_for_one(settings.connect_seconds)
@@ -155,7 +177,8 @@ async def _open_messenger(
 
 def _cannot_listen(host: str, port: int, error: OSError) -> InputError:
     return InputError(
-        f"island.listen_host, island.listen_port: cannot listen on {host}:{port}: {error.strerror}; "
+        f"island.listen_host, island.listen_port: cannot listen on {host}:{port}: "
+        f"{error.strerror}; "
         "choose an address of this machine and a free port (0: any)"
     )
 
@@ -170,24 +193,41 @@ async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: Known
 
     starts_daemon = settings.daemon_address is None
     if settings.daemon_address is None:
-        own = (settings.identity_path, settings.connect_seconds, settings.relay, auth, settings.rank)
-        places = choose_multiaddresses(settings.listen_host, settings.listen_port, settings.announce_host)
+        own = (
+            settings.identity_path,
+            settings.connect_seconds,
+            settings.relay,
+            auth,
+            settings.rank,
+        )
+        places = choose_multiaddresses(
+            settings.listen_host, settings.listen_port, settings.announce_host
+        )
         daemon = await start_daemon(DaemonSettings(*places, list(settings.bootstrap), *own))
     else:
         daemon = await attach_daemon(settings.daemon_address, settings.rank, auth)
     try:
-        transport = HivemindTransport(daemon, settings.run_id, settings.me, settings.connect_seconds)
+        transport = HivemindTransport(
+            daemon, settings.run_id, settings.me, settings.connect_seconds
+        )
         await transport.open()
         messenger = await open_messenger(daemon, settings.run_id, settings.me, transport.traffic)
         network = Network(
-            transport, messenger, auth.rejections, names, auth.island, daemon_address=daemon.local_address
+            transport,
+            messenger,
+            auth.rejections,
+            names,
+            auth.island,
+            daemon_address=daemon.local_address,
         )
         network._closers = [daemon.close]
         network.wait_for_loss = daemon.wait_for_loss if starts_daemon else None
         if settings.rank > 0:
             return network
         dht = await open_dht(daemon, settings.bootstrap, settings.connect_seconds)
-        membership = HivemindMembership(dht, daemon, settings.run_id, settings.record_seconds, settings.bootstrap)
+        membership = HivemindMembership(
+            dht, daemon, settings.run_id, settings.record_seconds, settings.bootstrap
+        )
     except BaseException:
         await daemon.close()
         raise
@@ -196,4 +236,9 @@ async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: Known
     return network
 
 
-OPENERS = {"loopback": _open_loopback, "gloo": _open_gloo, "tls": _open_tls, "hivemind": _open_hivemind}
+OPENERS = {
+    "loopback": _open_loopback,
+    "gloo": _open_gloo,
+    "tls": _open_tls,
+    "hivemind": _open_hivemind,
+}

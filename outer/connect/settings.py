@@ -49,8 +49,9 @@ class NetworkSettings:
     connect_seconds: float = 30.0
     """Longest wait for the swarm, and for the other endpoints of a group."""
     record_seconds: float = 15.0
-    """Time after which the DHT drops a dead island's record. The islands' clocks must agree to well within it. A
-    rendezvous uses its own clock and drops the record after a third of this time."""
+    """Time after which the DHT drops a dead island's record. The islands' clocks must agree to well
+    within it. A rendezvous uses its own clock and drops the record after a third of this time.
+    """
     run_key: RunKey | None = None
     """Key that authenticates every message. Without one, anyone who knows the address may take
     part."""
@@ -89,7 +90,9 @@ class Network:
     island_key: IslandKey
     membership: Membership | None = None  # on rank 0 only
     daemon_address: str | None = None
-    """With hivemind, address of this rank's libp2p daemon, to which the other ranks of its node attach."""
+    """With hivemind, address of this rank's libp2p daemon, to which the other ranks of its node
+    attach.
+    """
     _closers: Sequence[Callable[[], Awaitable[None]]] = ()
     wait_for_loss: Callable[[], Awaitable[str]] | None = None
     """Function that waits until these connections are lost for good, so that the island needs a
@@ -100,7 +103,9 @@ class Network:
 
     async def close(self) -> None:
         """Leave the swarm and free sockets, processes and files. Idempotent."""
-        async with AsyncExitStack() as steps:  # runs all steps in reverse order, even if some of them raise
+        async with (
+            AsyncExitStack() as steps
+        ):  # runs all steps in reverse order, even if some of them raise
             closers = self._closers
             self._closers = ()
             for close in reversed(closers):

@@ -1,9 +1,10 @@
 """Averaging by gossip (NoLoCo, 2506.10911): in each round an island averages with a few partners.
 
-    publish our share -> find the partners that are present -> fetch theirs -> confirm each pair -> outer step
+    publish our share -> find the partners that are present -> fetch theirs -> confirm each pair ->
+    outer step
 
-Every island has global params of its own, so digests differ between islands. A partner is waited for at most as long
-as a round takes; without any partner, an island continues alone.
+Every island has global params of its own, so digests differ between islands. A partner is waited
+for at most as long as a round takes; without any partner, an island continues alone.
 """
 
 import logging
@@ -51,7 +52,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class GossipAverager:
-    """Implements `outer.rounds.averager.Averager`. Every rank of the island builds it and makes the same calls."""
+    """Implements `outer.rounds.averager.Averager`. Every rank of the island builds it and makes the
+    same calls.
+    """
 
     config: GossipConfig
     island: str
@@ -85,11 +88,14 @@ class GossipAverager:
         """Do nothing: partners learn this island's round when it enters."""
 
     def enter(self) -> bool:
-        """Enter with the params of an island that has committed a round, otherwise from the start or a checkpoint."""
+        """Enter with the params of an island that has committed a round, otherwise from the start
+        or a checkpoint.
+        """
         since = 0
         is_behind = self.replica.ranks.on_leader(self._wait_for_donors)
         if has_taken := is_behind and self.take_state() is not None:
-            # This island makes the current round alone: the others may have found their partners for it.
+            # This island makes the current round alone: the others may have found their partners
+            # for it.
             since = self.replica.position.round + 1
         elif self.settings.joins and self.replica.position.round == 0:
             raise InputError(NOBODY_TO_JOIN)
@@ -102,8 +108,8 @@ class GossipAverager:
     def run(self, contribution: Contribution) -> list[RoundReport]:
         """Average with the round's present partners, take an outer step, and return its report.
 
-        Raises CaughtUp when the others were rounds ahead and their state has been taken; OuterError when the
-        pseudo-gradient cannot be used.
+        Raises CaughtUp when the others were rounds ahead and their state has been taken; OuterError
+        when the pseudo-gradient cannot be used.
         """
         snapshot = contribution.wait(self.replica.position.round, 0.0)
         self.hooks.reached("plan", snapshot.round)
@@ -128,15 +134,21 @@ class GossipAverager:
         """Publish this island's round, and become a donor of its state."""
         if self.partners is not None:
             replica = self.replica
-            self.donor.describe(replica.digest, replica.redistribution.carriers, replica.space.fingerprint)
-            self.event_loop.run(self.partners.update_status(replica.position, self.pace.step_seconds))
+            self.donor.describe(
+                replica.digest, replica.redistribution.carriers, replica.space.fingerprint
+            )
+            self.event_loop.run(
+                self.partners.update_status(replica.position, self.pace.step_seconds)
+            )
 
     def interruption(self, seconds_left: float) -> Literal[""]:
         """Return "": in a gossip run nothing ends inner steps early."""
         return ""
 
     def linger(self) -> bool:
-        """Wait until other islands have committed as many rounds. Return False: no other history can survive."""
+        """Wait until other islands have committed as many rounds. Return False: no other history
+        can survive.
+        """
         self.event_loop.run(self._leader.linger(self.replica.position.round))
         return False
 
@@ -145,7 +157,7 @@ class GossipAverager:
         if self.partners is not None:
             self.event_loop.try_to(self.partners.leave(), LEAVE_SECONDS)
 
-    # -- a round ----------------------------------------------------------------------------------------------
+    # -- a round -----------------------------------------------------------------------------------
 
     def _run(self, snapshot: Snapshot) -> RoundReport:
         started = self.event_loop.time()
@@ -169,7 +181,9 @@ class GossipAverager:
         tokens = replica.position.tokens + snapshot.tokens * len(names)
         self._step(snapshot, shares, Position(round=number + 1, tokens=tokens))
         if lost:
-            log.warning("round %d: without %s", number, "; ".join(f"{n}: {why}" for n, why in lost.items()))
+            log.warning(
+                "round %d: without %s", number, "; ".join(f"{n}: {why}" for n, why in lost.items())
+            )
         sent, received = self.traffic.count()
         return RoundReport(
             round=number,
@@ -190,10 +204,14 @@ class GossipAverager:
         )
 
     def _publish(self, snapshot: Snapshot, partners: list[str]) -> Shares:
-        """Let the partners fetch this rank's parts. Return its own share as they will decode it. Raises OuterError."""
+        """Let the partners fetch this rank's parts. Return its own share as they will decode it.
+        Raises OuterError.
+        """
         number = snapshot.round
         hooks = self.hooks
-        grads = {part: hooks.pseudo_grad(number, grad) for part, grad in snapshot.pseudo_grads.items()}
+        grads = {
+            part: hooks.pseudo_grad(number, grad) for part, grad in snapshot.pseudo_grads.items()
+        }
         payloads = self.exchange.encode(grads, self.replica.carried.parts)
         leaving = {part: hooks.payload(number, payload) for part, payload in payloads.items()}
         self.exchange.publish(PublishedShare(number, frozenset(partners), leaving))
@@ -210,7 +228,9 @@ class GossipAverager:
         for part in snapshot.pseudo_grads:
             given = [shares[name][part] for name in sorted(shares)]
             is_replaced = self.replica.space.parts[part].is_replaced
-            mean = mean_values(given) if is_replaced else outer_gradient(given, own[part], self.config)
+            mean = (
+                mean_values(given) if is_replaced else outer_gradient(given, own[part], self.config)
+            )
             # Kept for joiners, which follow this island alone.
             means[part] = Mean(mean, mean.view(torch.uint8))
         self.replica.commit(means, position, 1, observes=False)
@@ -220,10 +240,12 @@ class GossipAverager:
         self._landed_at = now
         self.announce()
 
-    # -- the beginning, and another island's state ----------------------------------------------------------
+    # -- the beginning, and another island's state -------------------------------------------------
 
     def _start(self) -> None:
-        """Start from the run's beginning or a checkpoint, together with the other islands that do so."""
+        """Start from the run's beginning or a checkpoint, together with the other islands that do
+        so.
+        """
         number = self.replica.position.round
         self.exchange.close(number)
         self.announce()
@@ -232,18 +254,27 @@ class GossipAverager:
             wanted = self.start_islands
             came = self.event_loop.run(self.partners.wait_for(wanted, seconds))
             if came < wanted and number == 0:
-                raise OuterError(f"round 0: {came} of {wanted} islands (outer.start_islands) came in {seconds:.0f} s")
+                raise OuterError(
+                    f"round 0: {came} of {wanted} islands (outer.start_islands) came in "
+                    f"{seconds:.0f} s"
+                )
 
     def _wait_for_donors(self) -> bool:
-        return wait_for_donors(self.find_donors, self.event_loop, DONOR_WAIT_SECONDS if self.settings.joins else 0.0)
+        return wait_for_donors(
+            self.find_donors, self.event_loop, DONOR_WAIT_SECONDS if self.settings.joins else 0.0
+        )
 
     def _catch_up(self, cause: str) -> None:
-        """Take the state of an island that is ahead and raise CaughtUp; return, to continue alone, if that fails.
+        """Take the state of an island that is ahead and raise CaughtUp; return, to continue alone,
+        if that fails.
 
-        The training thread is waiting in `land` at that time, so local params may be replaced from this thread.
+        The training thread is waiting in `land` at that time, so local params may be replaced from
+        this thread.
         """
         if self.take_state() is None:
-            log.warning("this island is behind the others, but cannot take a state from them: %s", cause)
+            log.warning(
+                "this island is behind the others, but cannot take a state from them: %s", cause
+            )
             return
         self._landed_at = None
         raise CaughtUp(f"the others have continued without this island: {cause}", is_kept=False)
@@ -269,7 +300,9 @@ def build_gossip_averager(
     donor = Donor(replica.carried, network.messenger, partial(settings.hooks.reached, "donate"))
     server = GossipServer(network.messenger, replica.redistribution.carriers)
     addresses = ranks.gather((network.transport.address, network.messenger.address))
-    partners = Partners(identity, addresses, server, network, pace.deadlines) if ranks.is_leader else None
+    partners = (
+        Partners(identity, addresses, server, network, pace.deadlines) if ranks.is_leader else None
+    )
     carried = replica.redistribution.own_parts
     shared = [index for index in carried if replica.space.parts[index].is_committed]
     coding = ShareCoding(replica.space, replica.codecs, config.gossip.params)
@@ -281,8 +314,12 @@ def build_gossip_averager(
         return event_loop.run(partners.find_donors(replica.position.round))
 
     def build_download() -> Download:
-        wanted = DownloadPlan(replica.space, carried, build_uniform_choice(Fp32Codec()), config.optimizer)
-        return Download(network.messenger, wanted, on_first_part=partial(settings.hooks.reached, "fetch"))
+        wanted = DownloadPlan(
+            replica.space, carried, build_uniform_choice(Fp32Codec()), config.optimizer
+        )
+        return Download(
+            network.messenger, wanted, on_first_part=partial(settings.hooks.reached, "fetch")
+        )
 
     return GossipAverager(
         config=config.gossip,

@@ -35,7 +35,9 @@ class GossipExchange:
         self._ranks = ranks
         self._event_loop = event_loop
 
-    def encode(self, grads: Mapping[int, torch.Tensor], params: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def encode(
+        self, grads: Mapping[int, torch.Tensor], params: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
         """Return this rank's share, encoded, by part. Raises OuterError on every rank if one
         rank cannot encode its parts.
         """
@@ -52,7 +54,9 @@ class GossipExchange:
 
     def decode(self, payloads: Mapping[int, torch.Tensor]) -> Shares:
         """Return this rank's own share, as partners decode it."""
-        return {part: self._download.coding.decode(part, payload) for part, payload in payloads.items()}
+        return {
+            part: self._download.coding.decode(part, payload) for part, payload in payloads.items()
+        }
 
     def publish(self, share: PublishedShare) -> None:
         """Let the partners fetch this rank's parts."""
@@ -60,7 +64,9 @@ class GossipExchange:
 
     def meet(self, partners: Sequence[str], round_number: int, num_parts: int) -> Met:
         """Find out which partners are present in the round."""
-        return self._ranks.on_leader(lambda: self._event_loop.run(self._leader.meet(partners, round_number, num_parts)))
+        return self._ranks.on_leader(
+            lambda: self._event_loop.run(self._leader.meet(partners, round_number, num_parts))
+        )
 
     def fetch(self, met: Met, round_number: int) -> tuple[dict[str, Shares], dict[str, str]]:
         """Return (this rank's parts of the partners' shares, causes by partner whose share is
@@ -82,7 +88,9 @@ class GossipExchange:
         island's share.
         """
         has_all = {name: name not in lost for name in [*met.routes, *met.lost]}
-        refusals = self._ranks.on_leader(lambda: self._event_loop.run(self._leader.confirm(has_all, round_number)))
+        refusals = self._ranks.on_leader(
+            lambda: self._event_loop.run(self._leader.confirm(has_all, round_number))
+        )
         self.close(round_number + 1)
         lost = refusals | dict(lost)
         return {name: share for name, share in shares.items() if name not in lost}, lost

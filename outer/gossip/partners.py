@@ -65,7 +65,9 @@ class Partners:
         self._server = server
         self._deadlines = deadlines
         self._membership = network.membership
-        self._peers = Peers(identity.island, network.messenger, network.membership, deadlines, identity.config_hash)
+        self._peers = Peers(
+            identity.island, network.messenger, network.membership, deadlines, identity.config_hash
+        )
         self._own: Member | None = None
         self._tries = 0
 
@@ -87,9 +89,15 @@ class Partners:
         await self._membership.announce(self._own)
 
     async def update_status(self, position: Position, step_seconds: float) -> None:
-        """Update the membership record, if there is one. It has no digest, because each island has its own state."""
+        """Update the membership record, if there is one. It has no digest, because each island has
+        its own state.
+        """
         if self._own is not None:
-            changes = {"round": position.round, "tokens": position.tokens, "step_seconds": step_seconds}
+            changes = {
+                "round": position.round,
+                "tokens": position.tokens,
+                "step_seconds": step_seconds,
+            }
             self._own = self._own.model_copy(update=changes)
             self._membership.update(self._own)
 
@@ -129,14 +137,18 @@ class Partners:
         own = self._own
         assert own is not None, "the island has been announced"
         known = [*self._peers.members.values(), own] if own.since <= round_number else [own]
-        return sorted(member.island for member in known if member is own or member.since <= round_number)
+        return sorted(
+            member.island for member in known if member is own or member.since <= round_number
+        )
 
     async def find_donors(self, position: int) -> list[Member]:
         """Return at most one island that has committed more than `position` rounds, a different
         one in each call.
         """
         await self._peers.refresh()
-        ahead = sorted((m for m in self._peers.members.values() if m.round > position), key=lambda m: -m.round)
+        ahead = sorted(
+            (m for m in self._peers.members.values() if m.round > position), key=lambda m: -m.round
+        )
         self._tries += 1
         return [ahead[(self._tries - 1) % len(ahead)]] if ahead else []
 
@@ -152,14 +164,20 @@ class Partners:
             if isinstance(reply, str):
                 lost[name] = reply
             elif reply.status != "here":
-                lost[name] = f"it is in round {reply.round}" + ", in another group" * (reply.status == "apart")
+                lost[name] = f"it is in round {reply.round}" + ", in another group" * (
+                    reply.status == "apart"
+                )
                 num_ahead += reply.status == "past" and reply.round > round_number + 1
             else:
                 try:
                     routes[name] = self._route(name, reply, num_parts)
                 except TransportError as error:
                     lost[name] = str(error)
-        is_behind = bool(names) and num_ahead == len(names) and bool(await self.find_donors(round_number + 1))
+        is_behind = (
+            bool(names)
+            and num_ahead == len(names)
+            and bool(await self.find_donors(round_number + 1))
+        )
         return Met(routes, lost, is_behind)
 
     async def confirm(self, has_all: dict[str, bool], round_number: int) -> dict[str, str]:
@@ -178,11 +196,15 @@ class Partners:
         body = Meet(round=round_number).encode()
         try:
             while True:
-                reply = await receive(MeetReply, await self._peers.call(name, "meet", body, MeetReply))
+                reply = await receive(
+                    MeetReply, await self._peers.call(name, "meet", body, MeetReply)
+                )
                 if reply.status != "not yet":
                     return reply
                 if loop_time() > deadline:
-                    return f"it has not reached the end of round {round_number} within {limit:.0f} s"
+                    return (
+                        f"it has not reached the end of round {round_number} within {limit:.0f} s"
+                    )
         except TransportError as error:
             return str(error)
 
@@ -201,11 +223,15 @@ class Partners:
         theirs = self._server.theirs
         try:
             while name not in theirs:
-                reply = await receive(TellReply, await self._peers.call(name, "tell", body, TellReply))
+                reply = await receive(
+                    TellReply, await self._peers.call(name, "tell", body, TellReply)
+                )
                 if reply.status != "open":
                     theirs.setdefault(name, reply.status == "yes")
                 elif loop_time() > deadline:
-                    raise DeadlineError(f"it has not fetched this island's share within {limit:.0f} s")
+                    raise DeadlineError(
+                        f"it has not fetched this island's share within {limit:.0f} s"
+                    )
         except TransportError as error:
             # It may have sent its answer before it was lost. In this case its answer counts.
             if name not in theirs:

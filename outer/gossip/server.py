@@ -1,12 +1,13 @@
-"""The serving side of gossip: this island's replies to its partners. Each pair of islands decides for itself.
+"""The serving side of gossip: this island's replies to its partners. Each pair of islands decides
+for itself.
 
     meet {round}          leader   "are you in this round?" here, carriers | not yet | past | apart
     take {round, part}    carrier  "give me your part"      its payload
     tell {round, has_all} leader   "I have all of yours"    so have I | no | open
 
-A pair counts when each island has the other's whole share and knows that the other has its own. An answer that is not
-known yet is delayed for HOLD_SECONDS and then requested again: a partner that dies or freezes makes the call fail,
-while one that is still training may take as long as a round.
+A pair counts when each island has the other's whole share and knows that the other has its own. An
+answer that is not known yet is delayed for HOLD_SECONDS and then requested again: a partner that
+dies or freezes makes the call fail, while one that is still training may take as long as a round.
 """
 
 import asyncio
@@ -117,7 +118,9 @@ class GossipServer:
         )
         share = self._find_share(wanted)
         if share is None:
-            reply = MeetReply(status="past" if self._is_past(wanted) else "not yet", round=self._round)
+            reply = MeetReply(
+                status="past" if self._is_past(wanted) else "not yet", round=self._round
+            )
         elif source.island not in share.partners:
             reply = MeetReply(status="apart", round=self._round)
         else:
@@ -128,13 +131,16 @@ class GossipServer:
         wanted = await receive(Take, body)
         # The leader may have reached the end of the round before this rank.
         await self._changed.wait_until(
-            lambda: self._is_past(wanted.round) or self._find_share(wanted.round) is not None, HOLD_SECONDS
+            lambda: self._is_past(wanted.round) or self._find_share(wanted.round) is not None,
+            HOLD_SECONDS,
         )
         share = self._find_share(wanted.round)
         if share is None:
             raise TransportError(f"it has no share for round {wanted.round} now")
         if source.island not in share.partners or wanted.part not in share.payloads:
-            raise MessageError(f"part {wanted.part} of round {wanted.round} is not for {source.island!r}")
+            raise MessageError(
+                f"part {wanted.part} of round {wanted.round} is not for {source.island!r}"
+            )
         return await asyncio.to_thread(lambda: share.payloads[wanted.part].numpy().tobytes())
 
     async def _on_tell(self, source: Endpoint, body: bytes) -> bytes:
@@ -145,7 +151,9 @@ class GossipServer:
             return TellReply(status="no").encode()
         self.theirs[island] = word.has_all
         self._changed.notify()
-        await self._changed.wait_until(lambda: self._share is not share or island in self._own, HOLD_SECONDS)
+        await self._changed.wait_until(
+            lambda: self._share is not share or island in self._own, HOLD_SECONDS
+        )
         known = self._own.get(island) if self._share is share else False
         return TellReply(status="open" if known is None else "yes" if known else "no").encode()
 
@@ -163,4 +171,6 @@ class GossipServer:
         return self._round > round_number
 
     def _find_share(self, round_number: int) -> PublishedShare | None:
-        return self._share if self._share is not None and self._share.round == round_number else None
+        return (
+            self._share if self._share is not None and self._share.round == round_number else None
+        )

@@ -46,7 +46,9 @@ class ShareCoding:
             raise OuterError(f"the pseudo-gradient of {name!r} holds {error.value}") from None
 
     def decode(self, part: int, payload: torch.Tensor) -> Share:
-        """Decode a payload (1-D uint8). Raises MessageError if it has another size or a value is not finite."""
+        """Decode a payload (1-D uint8). Raises MessageError if it has another size or a value is
+        not finite.
+        """
         num_elements = self._part(part).num_elements
         sizes = [codec.num_bytes(num_elements) for codec in self._codecs(part)]
         if payload.numel() != sum(sizes):
@@ -64,7 +66,9 @@ class ShareCoding:
 class ShareDownload:
     """Fetches the parts in `carried` from the partners' carriers, on the network's event loop."""
 
-    def __init__(self, coding: ShareCoding, carried: Sequence[int], network: Network, deadlines: Deadlines) -> None:
+    def __init__(
+        self, coding: ShareCoding, carried: Sequence[int], network: Network, deadlines: Deadlines
+    ) -> None:
         self.coding = coding
         self._carried = carried
         self._network = network
@@ -76,7 +80,9 @@ class ShareDownload:
         """Return (shares of the partners that sent all of theirs in time, causes by partner
         whose share is missing).
         """
-        fetched = await asyncio.gather(*(self._fetch(name, route, round_number) for name, route in routes.items()))
+        fetched = await asyncio.gather(
+            *(self._fetch(name, route, round_number) for name, route in routes.items())
+        )
         by_name = dict(zip(routes, fetched, strict=True))
         shares = {name: share for name, share in by_name.items() if not isinstance(share, str)}
         return shares, {name: share for name, share in by_name.items() if isinstance(share, str)}
@@ -91,7 +97,9 @@ class ShareDownload:
             async with places:
                 body = Take(round=round_number, part=part).encode()
                 address = route.addresses[route.carriers[part]]
-                reply = await self._network.messenger.call(address, "take", body, timeout_seconds=limit, lane="bulk")
+                reply = await self._network.messenger.call(
+                    address, "take", body, timeout_seconds=limit, lane="bulk"
+                )
                 found[part] = await asyncio.to_thread(self._decode, name, part, reply)
 
         try:

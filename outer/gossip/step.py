@@ -1,6 +1,8 @@
-"""The maths of gossip (NoLoCo, 2506.10911): the groups of a round, and the gradient of an outer step.
+"""The maths of gossip (NoLoCo, 2506.10911): the groups of a round, and the gradient of an outer
+step.
 
-With phi_i the global params of island i, which are its own, theta_i its local params, and `group` its group:
+With phi_i the global params of island i, which are its own, theta_i its local params, and `group`
+its group:
 
     m_i <- momentum m_i + lr mean(theta_j - phi_j) + pull (mean(phi_j) - phi_i)    j in group
     phi_i <- phi_i + m_i        theta_i <- phi_i
@@ -18,7 +20,9 @@ from outer.config import GossipConfig, OuterOptimizerConfig
 from outer.merges.mean import hold_between
 
 
-def groups_of_round(seed: int, round_number: int, names: Collection[str], size: int) -> list[list[str]]:
+def groups_of_round(
+    seed: int, round_number: int, names: Collection[str], size: int
+) -> list[list[str]]:
     """Split all names into groups, each sorted, of `size` names, or more where `size` does not
     divide their number.
 
@@ -33,9 +37,13 @@ def groups_of_round(seed: int, round_number: int, names: Collection[str], size: 
     return [sorted(order[first::count]) for first in range(count)]
 
 
-def group_of(island: str, seed: int, round_number: int, names: Collection[str], size: int) -> list[str]:
+def group_of(
+    island: str, seed: int, round_number: int, names: Collection[str], size: int
+) -> list[str]:
     """Return the island's group. `names` contains its name."""
-    return next(group for group in groups_of_round(seed, round_number, names, size) if island in group)
+    return next(
+        group for group in groups_of_round(seed, round_number, names, size) if island in group
+    )
 
 
 def build_optimizer_config(config: GossipConfig) -> OuterOptimizerConfig:
@@ -56,8 +64,8 @@ class Share:
 
 
 def mean_values(shares: Sequence[Share]) -> torch.Tensor:
-    """Return the mean over a group of a part of buffers, whose shares hold the local values in place
-    of a pseudo-gradient. `shares` is in the order of names, which is the order of summation.
+    """Return the mean over a group of a part of buffers, whose shares hold the local values in
+    place of a pseudo-gradient. `shares` is in the order of names, which is the order of summation.
     """
     total = torch.zeros_like(shares[0].pseudo_grad)
     for share in shares:

@@ -39,7 +39,9 @@ class Access:
         """Return a text that describes the ban of this island, or "" if it is not banned."""
         banned = self.banned()
         hit = next((word for word in (island, key, peer_id) if word and word in banned), "")
-        return hit and f"{island} is banned here: the file {BANNED_FILE!r} of this island names {hit}"
+        return (
+            hit and f"{island} is banned here: the file {BANNED_FILE!r} of this island names {hit}"
+        )
 
     def is_allowed(self, key: str, peer_id: str = "") -> bool:
         """Return whether `allow` permits the island with this key, which connects from this
@@ -73,7 +75,12 @@ class Access:
         found: set[str] = set()
         for path, (_, size) in zip(self.files, seen, strict=True):
             if size > MAX_FILE_BYTES:
-                log.warning("%s is ignored: it has %d bytes, at most %d are allowed", path, size, MAX_FILE_BYTES)
+                log.warning(
+                    "%s is ignored: it has %d bytes, at most %d are allowed",
+                    path,
+                    size,
+                    MAX_FILE_BYTES,
+                )
             found |= _read_words(path) if 0 <= size <= MAX_FILE_BYTES else set()
         for word in sorted(found - self._banned):
             log.warning("%s is banned: this island refuses it from now on", word)

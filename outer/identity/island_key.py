@@ -29,7 +29,9 @@ SECRET_BYTES = 32
 SIGNATURE_BYTES = 64
 PublicKey = Annotated[str, Field(max_length=2 * SECRET_BYTES, pattern=f"^{PUBLIC_KEY}$")]
 """Field of a message: a public key in hexadecimal digits."""
-Signature = Annotated[str, Field(max_length=2 * SIGNATURE_BYTES, pattern=f"^[0-9a-f]{{{2 * SIGNATURE_BYTES}}}$")]
+Signature = Annotated[
+    str, Field(max_length=2 * SIGNATURE_BYTES, pattern=f"^[0-9a-f]{{{2 * SIGNATURE_BYTES}}}$")
+]
 """Field of a message: a signature in hexadecimal digits."""
 _PRIME = 2**255 - 19
 
@@ -63,9 +65,13 @@ class IslandKey:
         They are the result of a Diffie-Hellman exchange of the two island keys on Curve25519, which
         needs no message.
         """
-        clamped = hashlib.sha512(self.secret).digest()[:32]  # RFC 8032: the secret scalar of an Ed25519 key
+        clamped = hashlib.sha512(self.secret).digest()[
+            :32
+        ]  # RFC 8032: the secret scalar of an Ed25519 key
         private = X25519PrivateKey.from_private_bytes(clamped)
-        return private.exchange(X25519PublicKey.from_public_bytes(_to_x25519(bytes.fromhex(public))))
+        return private.exchange(
+            X25519PublicKey.from_public_bytes(_to_x25519(bytes.fromhex(public)))
+        )
 
 
 def verify(public: str, purpose: str, body: bytes, signature: bytes) -> bool:
@@ -88,15 +94,20 @@ def load_island_key(path: Path) -> IslandKey:
         if not path.exists():
             _create(path)
         if path.stat().st_mode & 0o077:
-            log.warning("other users of this machine can read the island's key; run `chmod 600 %s`", path)
+            log.warning(
+                "other users of this machine can read the island's key; run `chmod 600 %s`", path
+            )
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:
-        raise InputError(f"the island's key {str(path)!r} cannot be used: {error.strerror}; check its folder") from None
+        raise InputError(
+            f"the island's key {str(path)!r} cannot be used: {error.strerror}; check its folder"
+        ) from None
     except (ValueError, TypeError):
         key = None
     if not isinstance(key, Ed25519PrivateKey):
         raise InputError(
-            f"the island's key {str(path)!r} is no Ed25519 key in PEM form; restore it from a copy, or remove it and "
+            f"the island's key {str(path)!r} is no Ed25519 key in PEM form; restore it from a "
+            "copy, or remove it and "
             "choose another island.name, because the old name belongs to the old key"
         )
     return IslandKey(key.private_bytes_raw())

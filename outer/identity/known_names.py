@@ -56,7 +56,11 @@ class KnownNames:
         the name is its own.
         """
         if island.startswith(GUEST):
-            return "" if island == guest_name(key) else f"{island} is the name of a guest with another key"
+            return (
+                ""
+                if island == guest_name(key)
+                else f"{island} is the name of a guest with another key"
+            )
         with self._lock:
             owner = self._owners.pop(island, None)
             self._owners[island] = owner or _Owner(key)
@@ -66,7 +70,10 @@ class KnownNames:
                 del self._owners[next(iter(self._owners))]
             self._save_if_due()
         if owner is not None and owner.key != key:
-            return f"the name {island!r} belongs to the key {owner.key[:16]}... in this run, and this is {key[:16]}..."
+            return (
+                f"the name {island!r} belongs to the key {owner.key[:16]}... in this run, and "
+                f"this is {key[:16]}..."
+            )
         return ""
 
     def key_of(self, island: str) -> str | None:
@@ -143,12 +150,16 @@ def guest_name(key: str) -> str:
 
 def _load(path: Path) -> dict[str, _Owner]:
     try:
-        owners = {str(name): _Owner(str(o["key"]), int(o["time"])) for name, o in json.loads(path.read_text()).items()}
+        owners = {
+            str(name): _Owner(str(o["key"]), int(o["time"]))
+            for name, o in json.loads(path.read_text()).items()
+        }
         if all(re.fullmatch(PUBLIC_KEY, owner.key) for owner in owners.values()):
             return owners
         raise ValueError("a key is not 64 hexadecimal digits")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{path}: it does not hold the names and keys of the run's islands ({error}); remove it, and the names are "
+            f"{path}: it does not hold the names and keys of the run's islands ({error}); remove "
+            "it, and the names are "
             "learned anew"
         ) from None

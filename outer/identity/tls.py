@@ -32,7 +32,9 @@ class TlsIdentity:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
         self.server.num_tickets = 0  # A resumed session would not be bound to the certificate.
         self.client.check_hostname = False
-        self.client.verify_mode = ssl.CERT_NONE  # TLS proves the certificate's key; the handshake proves its owner.
+        self.client.verify_mode = (
+            ssl.CERT_NONE
+        )  # TLS proves the certificate's key; the handshake proves its owner.
         self.certificate = _load_new_certificate(self.server)
         """Hash of this process's certificate, which the handshake of each connection that it
         accepts covers."""
@@ -53,7 +55,9 @@ def _load_new_certificate(context: ssl.SSLContext) -> str:
 
     key = Ed25519PrivateKey.generate()
     nobody = x509.Name([])
-    builder = x509.CertificateBuilder(nobody, nobody, key.public_key(), x509.random_serial_number(), *ALWAYS)
+    builder = x509.CertificateBuilder(
+        nobody, nobody, key.public_key(), x509.random_serial_number(), *ALWAYS
+    )
     certificate = builder.sign(key, None)
     pem = serialization.Encoding.PEM
     secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

@@ -1,6 +1,8 @@
-"""Ranges of data units: evenly spaced numbers, kept as Python's `range` and sent in JSON as [first, count, stride].
+"""Ranges of data units: evenly spaced numbers, kept as Python's `range` and sent in JSON as [first,
+count, stride].
 
-The units 1, 4, 7, 10, which the second of three islands reads first, are range(1, 13, 3), in JSON [1, 4, 3].
+The units 1, 4, 7, 10, which the second of three islands reads first, are range(1, 13, 3), in JSON
+[1, 4, 3].
 """
 
 from collections.abc import Mapping
@@ -15,7 +17,11 @@ MAX_UNIT = 1 << 60
 def _to_range(value: object) -> range:
     if isinstance(value, range):
         return value
-    if not isinstance(value, list | tuple) or len(value) != 3 or any(type(number) is not int for number in value):
+    if (
+        not isinstance(value, list | tuple)
+        or len(value) != 3
+        or any(type(number) is not int for number in value)
+    ):
         raise ValueError("a range of units is [first, count, stride]")
     first, count, stride = value
     if first < 0 or count < 1 or stride < 1 or count * stride > MAX_UNIT or first > MAX_UNIT:
@@ -69,7 +75,9 @@ def append(ranges: Ranges, units: range) -> Ranges:
     return (*ranges, units)
 
 
-def deal(pool: list[range], frontier: int, needs: Mapping[str, int]) -> tuple[dict[str, Ranges], list[range], int]:
+def deal(
+    pool: list[range], frontier: int, needs: Mapping[str, int]
+) -> tuple[dict[str, Ranges], list[range], int]:
     """Deal units out, first those of the pool in order and then those from `frontier` on.
 
     Every taker gets one unit in turn while it needs more, so n takers with equal needs each get

@@ -1,13 +1,14 @@
 """The border between two stages of a run in the data ledger.
 
 A unit stands for other sequences in each stage. So at the border no unit of the earlier stage
-is left to be read: leases end, leased and returned units are closed, and all holders get new leases after the border.
+is left to be read: leases end, leased and returned units are closed, and all holders get new leases
+after the border.
 
     unit    0 . . . . . . . end | gap that is never read | first . . . . . .
             stage 0             |                       | stage 1
 
-The gap covers the places beyond the frontier where an island without a lease may read. The units that it has read there
-in the earlier stage are below the border, so its claim is refused.
+The gap covers the places beyond the frontier where an island without a lease may read. The units
+that it has read there in the earlier stage are below the border, so its claim is refused.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,15 @@
-"""The data cursor of a gossip run. Without a commit of all islands there is no ledger, so the units are fixed.
+"""The data cursor of a gossip run. Without a commit of all islands there is no ledger, so the units
+are fixed.
 
-With n islands (outer.start_islands) that make T inner steps each, in the order of outer/leases/ledger.py's units:
+With n islands (outer.start_islands) that make T inner steps each, in the order of
+outer/leases/ledger.py's units:
 
     unit     0 1 ... n-1 | n n+1 ... | ...      n T + i T . . .
-             step 0      | step 1    | ...      island i, if it joined later or i >= n: T units of its own, one per step
+             step 0      | step 1    | ...      island i, if it joined later or i >= n: T units of
+                         its own, one per step
 
-The inner step alone decides the unit. Units read for a round that the island did not complete are not read again.
+The inner step alone decides the unit. Units read for a round that the island did not complete are
+not read again.
 """
 
 from outer.config import OuterConfig

@@ -19,9 +19,13 @@ class Terms(Message):
     """Sizes of leases in units, and the other terms. They are the same on every island."""
 
     inner_steps: int = Field(ge=1, le=MAX_UNIT)
-    stage_rounds: tuple[Annotated[int, Field(ge=0, lt=MAX_ROUND)], ...] = Field(default=(), max_length=MAX_STAGES)
+    stage_rounds: tuple[Annotated[int, Field(ge=0, lt=MAX_ROUND)], ...] = Field(
+        default=(), max_length=MAX_STAGES
+    )
     """The first round of each stage after the first, if islands wait for all."""
-    stage_tokens: tuple[Annotated[int, Field(ge=1, lt=MAX_TOKENS)], ...] = Field(default=(), max_length=MAX_STAGES)
+    stage_tokens: tuple[Annotated[int, Field(ge=1, lt=MAX_TOKENS)], ...] = Field(
+        default=(), max_length=MAX_STAGES
+    )
     """The committed tokens with which each stage after the first begins, if islands wait for a
     quorum."""
     counted: tuple[IslandName, ...] = Field(default=(), max_length=4096)

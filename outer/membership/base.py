@@ -57,7 +57,8 @@ class Member(Message):
 
 
 class Membership(Protocol):
-    """The records of a swarm: one Member per island and one config text per run. Only rank 0 of an island holds one.
+    """The records of a swarm: one Member per island and one config text per run. Only rank 0 of an
+    island holds one.
 
     >>> import asyncio
     >>> from outer.membership.loopback import LoopbackMembership

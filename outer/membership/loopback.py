@@ -14,7 +14,9 @@ from outer.transports.loopback import Hub, Parcel, call_on_loop
 
 
 class LoopbackMessenger:
-    """A Messenger (outer.network.endpoints) over a Hub. Calls of the bulk lane are counted in `traffic`."""
+    """A Messenger (outer.network.endpoints) over a Hub. Calls of the bulk lane are counted in
+    `traffic`.
+    """
 
     def __init__(self, hub: Hub, run_id: str, me: Endpoint, traffic: Traffic | None = None) -> None:
         self.address = f"loopback:{run_id}/{me}"
@@ -34,10 +36,19 @@ class LoopbackMessenger:
         self._handlers[kind] = handler
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
+        self,
+        address: str,
+        kind: str,
+        body: bytes,
+        *,
+        timeout_seconds: float,
+        lane: Lane = "control",
+        longest: int = 0,
     ) -> bytes:
         if len(body) > MAX_CALL_BYTES:
-            raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_CALL_BYTES} are allowed")
+            raise MessageError(
+                f"a call {kind!r} of {len(body)} bytes, at most {MAX_CALL_BYTES} are allowed"
+            )
         with self._hub.lock:
             target: LoopbackMessenger | None = self._hub.messengers.get(address)
         if target is None or self._hub.is_cut(self.island, target.island):
@@ -56,7 +67,9 @@ class LoopbackMessenger:
             async with asyncio.timeout(timeout_seconds):
                 code, reply = await future
         except TimeoutError:
-            raise DeadlineError(f"{address} did not answer {kind!r} within {timeout_seconds:g} s") from None
+            raise DeadlineError(
+                f"{address} did not answer {kind!r} within {timeout_seconds:g} s"
+            ) from None
         finally:
             waiting.discard(future)
             if not waiting:
@@ -65,11 +78,19 @@ class LoopbackMessenger:
         if code is Kind.REFUSAL:
             raise MessageError(reply.decode())
         if longest and len(reply) > longest:
-            raise PeerLost(address, f"its reply to {kind!r} has {len(reply)} bytes, at most {longest} are allowed")
+            raise PeerLost(
+                address,
+                f"its reply to {kind!r} has {len(reply)} bytes, at most {longest} are allowed",
+            )
         return reply
 
     def take_call(
-        self, source: Endpoint, kind: str, body: bytes, reply: Callable[[tuple[Kind, bytes]], None], lane: Lane
+        self,
+        source: Endpoint,
+        kind: str,
+        body: bytes,
+        reply: Callable[[tuple[Kind, bytes]], None],
+        lane: Lane,
     ) -> None:
         """Answer a call on this messenger's event loop, and pass the answer to `reply` there.
         Any thread may call it.
@@ -81,7 +102,9 @@ class LoopbackMessenger:
             self._count(lane, sent=len(result))
             status = result.partition(b"\n")[0] if kind in ("part", "mean") else b""
             num_bytes = HEADER_BYTES + len(result)
-            parcel = Parcel(self.island, source.island, f"{kind}-reply", num_bytes, lane, status=status)
+            parcel = Parcel(
+                self.island, source.island, f"{kind}-reply", num_bytes, lane, status=status
+            )
             self._hub.deliver(parcel, lambda: reply((code, result)))
 
         call_on_loop(self._loop, lambda: self._loop.create_task(work()))
@@ -113,7 +136,9 @@ class LoopbackMessenger:
                     future.set_exception(PeerLost(address, "its connection is broken"))
 
     def _count(self, lane: Lane, *, sent: int | None = None, received: int | None = None) -> None:
-        """Count one message. Messages of the control lane are not counted, because they are few and small."""
+        """Count one message. Messages of the control lane are not counted, because they are few and
+        small.
+        """
         if lane == "bulk":
             self.traffic.bytes_sent += 0 if sent is None else HEADER_BYTES + sent
             self.traffic.bytes_received += 0 if received is None else HEADER_BYTES + received
@@ -184,10 +209,16 @@ class LoopbackMembership:
         return self._hub.is_cut(self._island, self._island)
 
     def _beat(self) -> None:
-        """Restore this island's record if it is gone, unless a newer incarnation has replaced it."""
+        """Restore this island's record if it is gone, unless a newer incarnation has replaced
+        it.
+        """
         with self._hub.lock:
             own = self._own
-            if own is not None and not self._is_cut and (own.island not in self._records or self._is_held_by(own)):
+            if (
+                own is not None
+                and not self._is_cut
+                and (own.island not in self._records or self._is_held_by(own))
+            ):
                 self._write(own)
 
     def _write(self, member: Member) -> None:

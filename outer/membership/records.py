@@ -1,4 +1,6 @@
-"""The records of islands in a swarm, their checks, and the messages between islands and a rendezvous."""
+"""The records of islands in a swarm, their checks, and the messages between islands and a
+rendezvous.
+"""
 
 import re
 from collections.abc import Mapping
@@ -165,14 +167,17 @@ def parse_records(records: Mapping[str, str | bytes]) -> dict[str, Member]:
 
 
 def check_identity(member: Member, other: Member | None) -> None:
-    """Raise InputError if `other`, a live record under the same name, is not an incarnation of the same island."""
+    """Raise InputError if `other`, a live record under the same name, is not an incarnation of the
+    same island.
+    """
     if other is not None and other.identity != member.identity:
         raise name_taken_error(member.island, other.identity)
 
 
 def name_taken_error(island: str, owner: str) -> InputError:
     return InputError(
-        f"island.name: an island {island!r} is in the run already, and the name belongs to its key {owner[:16]}...; "
+        f"island.name: an island {island!r} is in the run already, and the name belongs to its key "
+        f"{owner[:16]}...; "
         "choose another name, or start this island in the folder that holds that key"
     )
 
@@ -196,11 +201,16 @@ def open_record(run: str, record: SignedRecord) -> Member:
         raise RefusedError("record", "a record is malformed") from None
     body = f"{record.time}\n{record.text}".encode()
     if not verify(member.identity, f"{run}/record", body, bytes.fromhex(record.signature)):
-        raise RefusedError("record", f"a record of {member.island} that its key {member.identity[:16]}... did not sign")
+        raise RefusedError(
+            "record",
+            f"a record of {member.island} that its key {member.identity[:16]}... did not sign",
+        )
     return member
 
 
-def open_records(run: str, records: Mapping[str, SignedRecord], auth: PeerAuth) -> dict[str, Member]:
+def open_records(
+    run: str, records: Mapping[str, SignedRecord], auth: PeerAuth
+) -> dict[str, Member]:
     """Return the islands whose records count, by name. Other records are left out and counted."""
     found: dict[str, Member] = {}
     for island in sorted(records):
@@ -241,13 +251,24 @@ def sign_withdrawal(key: IslandKey, run: str, member: Member, time_ms: int) -> W
 def check_withdrawal(withdrawal: Withdrawal) -> None:
     """Raise RefusedError unless the holder of its key has signed the withdrawal."""
     body = f"{withdrawal.time}\n{withdrawal.island}\n{withdrawal.incarnation}".encode()
-    if not verify(withdrawal.key, f"{withdrawal.run}/withdrawal", body, bytes.fromhex(withdrawal.signature)):
-        raise RefusedError("record", f"a withdrawal of {withdrawal.island} that the key in it did not sign")
+    if not verify(
+        withdrawal.key, f"{withdrawal.run}/withdrawal", body, bytes.fromhex(withdrawal.signature)
+    ):
+        raise RefusedError(
+            "record", f"a withdrawal of {withdrawal.island} that the key in it did not sign"
+        )
 
 
 def check_config_text(text: str) -> None:
-    """Raise InputError when the text is too long for the swarm, or has characters that no YAML file has."""
+    """Raise InputError when the text is too long for the swarm, or has characters that no YAML file
+    has.
+    """
     if (size := len(text.encode())) > MAX_CONFIG_BYTES:
-        raise InputError(f"the run's config is {size} bytes of YAML, at most {MAX_CONFIG_BYTES} can be published")
+        raise InputError(
+            f"the run's config is {size} bytes of YAML, at most {MAX_CONFIG_BYTES} can be published"
+        )
     if (found := CONTROL_CHARACTERS.search(text)) is not None:
-        raise InputError(f"the run's config has the control character {found[0]!r}, which a YAML file must not have")
+        raise InputError(
+            f"the run's config has the control character {found[0]!r}, which a YAML file must not "
+            "have"
+        )

@@ -1,7 +1,9 @@
-"""The rendezvous server (`diloco bootstrap --rendezvous tcp`), which keeps records and configs of runs without libp2p.
+"""The rendezvous server (`diloco bootstrap --rendezvous tcp`), which keeps records and configs of
+runs without libp2p.
 
-It stores only data that the islands know: after a restart at the same address they send everything again. Only
-the owner of a name may be claimed by another island first. With a folder it keeps the owners over restarts.
+It stores only data that the islands know: after a restart at the same address they send everything
+again. Only the owner of a name may be claimed by another island first. With a folder it keeps the
+owners over restarts.
 """
 
 import secrets
@@ -70,11 +72,15 @@ class _Record:
 @dataclass
 class _RunRecords:
     changes: Iterator[int]
-    """Numbers for changes. A later change always has a higher number, over all runs of the server."""
+    """Numbers for changes. A later change always has a higher number, over all runs of the
+    server.
+    """
     config: str | None = None
     records: dict[str, _Record] = field(default_factory=dict)  # by island
     gone: dict[str, int] = field(default_factory=dict)
-    """Islands whose records were removed, by island, with the number of the removal, the oldest first."""
+    """Islands whose records were removed, by island, with the number of the removal, the oldest
+    first.
+    """
     version: int = field(init=False)
     """Number of the last change."""
     _first: int = field(init=False)
@@ -107,14 +113,26 @@ class _RunRecords:
             self._first = self.gone.pop(next(iter(self.gone)))
 
     def since(self, seen: int) -> tuple[dict[str, SignedRecord], list[str], bool]:
-        """Return (records changed since change `seen`, islands without a record now, whether it is all)."""
+        """Return (records changed since change `seen`, islands without a record now, whether it is
+        all).
+        """
         is_whole = not self._first <= seen <= self.version
-        changed = {name: record.signed for name, record in self.records.items() if is_whole or record.version > seen}
-        return changed, [name for name, version in self.gone.items() if version > seen and not is_whole], is_whole
+        changed = {
+            name: record.signed
+            for name, record in self.records.items()
+            if is_whole or record.version > seen
+        }
+        return (
+            changed,
+            [name for name, version in self.gone.items() if version > seen and not is_whole],
+            is_whole,
+        )
 
     def drop_dead(self) -> None:
         now = time.monotonic()
-        for island in [island for island, record in self.records.items() if record.expires_at <= now]:
+        for island in [
+            island for island, record in self.records.items() if record.expires_at <= now
+        ]:
             self.remove(island)
         if self.records:
             self.lived_at = now
@@ -127,9 +145,13 @@ class _RunRecords:
         self.names = KnownNames(self.names_path)
 
     def check_owner(self, island: str, key: str, time_ms: int) -> bool:
-        """Return whether a statement of an island is the newest. Raises RefusedError if the name is another's."""
+        """Return whether a statement of an island is the newest. Raises RefusedError if the name is
+        another's.
+        """
         if self.names.claim(island, key):
-            raise RefusedError("name", str(name_taken_error(island, self.names.key_of(island) or "")))
+            raise RefusedError(
+                "name", str(name_taken_error(island, self.names.key_of(island) or ""))
+            )
         return time_ms > self.names.newest(island) and self.names.is_newest(island, time_ms)
 
 
@@ -141,7 +163,11 @@ class RecordServer:
         self._id = secrets.token_hex(8)
         self._folder = folder
         self._changes = count(UNKNOWN + 1)
-        self._runs = {} if folder is None else {name: self._new_run(name) for name in _remembered_runs(folder)}
+        self._runs = (
+            {}
+            if folder is None
+            else {name: self._new_run(name) for name in _remembered_runs(folder)}
+        )
         self._changed = ChangeSignal()
         self.handlers: dict[str, Handler] = {
             "announce": self._announce,
@@ -157,24 +183,38 @@ class RecordServer:
         return self._keep(await receive(Announcement, body))
 
     async def _beat(self, source: Endpoint, body: bytes) -> bytes:
-        """Keep the record alive, unless it comes from an older process of an island that was restarted."""
+        """Keep the record alive, unless it comes from an older process of an island that was
+        restarted.
+        """
         announcement = await receive(Announcement, body)
         member = open_record(announcement.run, announcement.record)
         record = self._find_run(announcement.run).records.get(member.island)
         is_same_island = record is not None and record.member.identity == member.identity
-        if record is not None and is_same_island and record.member.incarnation != member.incarnation:
-            raise MessageError(f"the island {member.island!r} was restarted; this is not its newest process")
+        if (
+            record is not None
+            and is_same_island
+            and record.member.incarnation != member.incarnation
+        ):
+            raise MessageError(
+                f"the island {member.island!r} was restarted; this is not its newest process"
+            )
         return self._keep(announcement)
 
     async def _members(self, source: Endpoint, body: bytes) -> bytes:
-        """Reply with the changes to the run's records. If the caller knows all of them, wait for a change."""
+        """Reply with the changes to the run's records. If the caller knows all of them, wait for a
+        change.
+        """
         query = await receive(RunQuery, body)
         seen = query.seen if query.server == self._id else 0
-        await self._changed.wait_until(lambda: self._find_run(query.run).version != seen, HOLD_SECONDS)
+        await self._changed.wait_until(
+            lambda: self._find_run(query.run).version != seen, HOLD_SECONDS
+        )
         run = self._find_run(query.run)
         records, gone, is_whole = run.since(seen)
         about = {"is_whole": is_whole, "has_config": run.config is not None}
-        return Records(server=self._id, version=run.version, records=records, gone=gone, **about).encode()
+        return Records(
+            server=self._id, version=run.version, records=records, gone=gone, **about
+        ).encode()
 
     async def _publish(self, source: Endpoint, body: bytes) -> bytes:
         publication = await receive(Publication, body)
@@ -201,15 +241,26 @@ class RecordServer:
 
     async def _list_runs(self, source: Endpoint, body: bytes) -> bytes:
         runs = {name: self._find_run(name) for name in self._runs}
-        known = {name: (run.config, sorted(run.records)) for name, run in runs.items() if run.config is not None}
-        most = MAX_RECORDS if sum(len(names) for _, names in known.values()) <= MAX_NAMES else MAX_NAMES // MAX_RUNS
-        shown = {name: KnownRun(text=text, islands=names[:most]) for name, (text, names) in known.items()}
+        known = {
+            name: (run.config, sorted(run.records))
+            for name, run in runs.items()
+            if run.config is not None
+        }
+        most = (
+            MAX_RECORDS
+            if sum(len(names) for _, names in known.values()) <= MAX_NAMES
+            else MAX_NAMES // MAX_RUNS
+        )
+        shown = {
+            name: KnownRun(text=text, islands=names[:most]) for name, (text, names) in known.items()
+        }
         return KnownRuns(runs=shown).encode()
 
     def _keep(self, announcement: Announcement) -> bytes:
         """Store the record, unless it is older than another, and build the reply.
 
-        Raises MessageError if its island has not signed it, if the name is another island's, or if there is no room.
+        Raises MessageError if its island has not signed it, if the name is another island's, or if
+        there is no room.
         """
         signed = announcement.record
         member = open_record(announcement.run, signed)
@@ -221,27 +272,37 @@ class RecordServer:
         return Kept(newest=run.names.newest(member.island)).encode()
 
     def _check_room(self, run: _RunRecords, island: str, length: int) -> None:
-        """Raise MessageError if a record of this length does not fit into the run's memory limit."""
+        """Raise MessageError if a record of this length does not fit into the run's memory
+        limit.
+        """
         others = [record for name, record in run.records.items() if name != island]
         num_bytes = sum(len(record.signed.text) for record in others) + length
         if length > MAX_RECORD_BYTES or len(others) >= MAX_RECORDS or num_bytes > MAX_RUN_BYTES:
             raise MessageError(
-                f"a record of {length} bytes, {num_bytes} with the {len(others)} others of the run; a rendezvous "
-                f"takes {MAX_RECORD_BYTES} bytes per record and {MAX_RUN_BYTES} per run, of {MAX_RECORDS} islands"
+                f"a record of {length} bytes, {num_bytes} with the {len(others)} others of the "
+                "run; a rendezvous "
+                f"takes {MAX_RECORD_BYTES} bytes per record and {MAX_RUN_BYTES} per run, of "
+                f"{MAX_RECORDS} islands"
             )
 
     def _find_run(self, name: str) -> _RunRecords:
-        """Return the run with its live records. An unknown run is returned empty and is not stored."""
+        """Return the run with its live records. An unknown run is returned empty and is not
+        stored.
+        """
         run = self._runs.get(name) or _RunRecords(repeat(UNKNOWN))
         run.drop_dead()
         return run
 
     def _find_or_create_run(self, name: str) -> _RunRecords:
-        """Return the run, stored if it is new. Beyond MAX_RUNS it replaces the oldest without live islands."""
+        """Return the run, stored if it is new. Beyond MAX_RUNS it replaces the oldest without live
+        islands.
+        """
         if name not in self._runs and len(self._runs) >= MAX_RUNS:
             idle = [other for other in self._runs if not self._find_run(other).records]
             if not idle:
-                raise MessageError(f"this rendezvous serves {MAX_RUNS} runs already; start another one")
+                raise MessageError(
+                    f"this rendezvous serves {MAX_RUNS} runs already; start another one"
+                )
             self._runs.pop(min(idle, key=lambda other: self._runs[other].used_at)).forget_names()
         run = self._runs[name] if name in self._runs else self._new_run(name)
         self._runs[name] = run
@@ -250,17 +311,26 @@ class RecordServer:
         return run
 
     def _new_run(self, name: str) -> _RunRecords:
-        path = None if self._folder is None else self._folder / f"{NAMES_PREFIX}{name}{NAMES_SUFFIX}"
+        path = (
+            None if self._folder is None else self._folder / f"{NAMES_PREFIX}{name}{NAMES_SUFFIX}"
+        )
         return _RunRecords(self._changes, names=KnownNames(path), names_path=path)
 
 
 def _remembered_runs(folder: Path) -> list[str]:
-    """Return the newest runs whose names a folder keeps, up to the limit. Remove the files of the others."""
+    """Return the newest runs whose names a folder keeps, up to the limit. Remove the files of the
+    others.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = sorted(folder.glob(f"{NAMES_PREFIX}*{NAMES_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    paths = sorted(
+        folder.glob(f"{NAMES_PREFIX}*{NAMES_SUFFIX}"), key=lambda path: path.stat().st_mtime
+    )
     for path in paths[:-MAX_RUNS]:
         path.unlink()
-    return [path.name.removeprefix(NAMES_PREFIX).removesuffix(NAMES_SUFFIX) for path in paths[-MAX_RUNS:]]
+    return [
+        path.name.removeprefix(NAMES_PREFIX).removesuffix(NAMES_SUFFIX)
+        for path in paths[-MAX_RUNS:]
+    ]
 
 
 class Rendezvous:
@@ -280,8 +350,11 @@ class Rendezvous:
             self._loop.close()
 
 
-def serve_rendezvous(host: str, port: int, run_key: RunKey | None = None, folder: Path | None = None) -> Rendezvous:
-    """Start a rendezvous (port 0: any free one). With a key it answers only holders of the key. Raises InputError.
+def serve_rendezvous(
+    host: str, port: int, run_key: RunKey | None = None, folder: Path | None = None
+) -> Rendezvous:
+    """Start a rendezvous (port 0: any free one). With a key it answers only holders of the key.
+    Raises InputError.
 
     In `folder` it keeps the owners of the runs' names.
     """
@@ -302,4 +375,6 @@ async def _open(host: str, port: int, auth: PeerAuth, server: RecordServer) -> S
     try:
         return await listen(messenger, host, port)
     except OSError as error:
-        raise InputError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
+        raise InputError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another port"
+        ) from None

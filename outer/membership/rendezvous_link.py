@@ -1,4 +1,6 @@
-"""An island's view of one of its rendezvous: its address, whether it answers, and the records that it has sent."""
+"""An island's view of one of its rendezvous: its address, whether it answers, and the records that
+it has sent.
+"""
 
 import asyncio
 import logging
@@ -71,7 +73,11 @@ class RendezvousLink:
     def on_lost(self, error: TransportError) -> None:
         self.cause = first_line(error)
         if self.is_up:
-            log.warning("the rendezvous %s is lost (%s); training continues without it", self.address, self.cause)
+            log.warning(
+                "the rendezvous %s is lost (%s); training continues without it",
+                self.address,
+                self.cause,
+            )
         self.is_up = False
         self.version = 0
 
@@ -90,7 +96,8 @@ def check_rendezvous_addresses(transport: str, addresses: Sequence[str]) -> None
         if NETWORKS[transport].may_meet_in_dht:
             or_dht = ", or addresses of a DHT, as `diloco bootstrap` prints them"
         raise InputError(
-            f"island.bootstrap: got no address; outer.transport {transport} needs tcp://HOST:PORT, as "
+            f"island.bootstrap: got no address; outer.transport {transport} needs tcp://HOST:PORT, "
+            "as "
             f"`diloco bootstrap --rendezvous tcp` prints it{or_dht}"
             ". With several addresses the run survives the loss of a rendezvous"
         )
@@ -101,9 +108,16 @@ def check_rendezvous_addresses(transport: str, addresses: Sequence[str]) -> None
 def parse_rendezvous_address(address: str) -> tuple[str, int]:
     """Split `tcp://host:port` into host and port. Raises InputError."""
     host, _, port = address.removeprefix(SCHEME).rpartition(":")
-    if not address.startswith(SCHEME) or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if (
+        not address.startswith(SCHEME)
+        or not host
+        or not port.isdigit()
+        or not 0 < int(port) < 65536
+    ):
         raise InputError(
-            f"island.bootstrap: got {address!r}; with outer.transport gloo or tls it is tcp://HOST:PORT, "
-            "as `diloco bootstrap --rendezvous tcp` prints it; with tls all may be those of a DHT instead"
+            f"island.bootstrap: got {address!r}; with outer.transport gloo or tls it is "
+            "tcp://HOST:PORT, "
+            "as `diloco bootstrap --rendezvous tcp` prints it; with tls all may be those of a DHT "
+            "instead"
         )
     return host.strip("[]"), int(port)

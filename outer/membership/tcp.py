@@ -1,4 +1,6 @@
-"""Calls over TCP, and records at rendezvous, for islands that reach each other directly. Nothing is encrypted."""
+"""Calls over TCP, and records at rendezvous, for islands that reach each other directly. Nothing is
+encrypted.
+"""
 
 import asyncio
 import logging
@@ -103,7 +105,9 @@ class TcpMembership:
         self._auth = auth
         self._newest = 0
         """Time of this island's newest record, in milliseconds."""
-        self._links = [RendezvousLink(address, record_seconds) for address in dict.fromkeys(addresses)]
+        self._links = [
+            RendezvousLink(address, record_seconds) for address in dict.fromkeys(addresses)
+        ]
         self._own: Member | None = None
         self._config: str | None = None
         self._asked = ChangeSignal()
@@ -116,7 +120,10 @@ class TcpMembership:
         """
         links = self._links
         await self._asked.wait_until(
-            lambda: any(link.has_answered for link in links) or all(is_about_run_key(link.cause) for link in links),
+            lambda: (
+                any(link.has_answered for link in links)
+                or all(is_about_run_key(link.cause) for link in links)
+            ),
             connect_seconds,
         )
         if not any(link.has_answered for link in links):
@@ -124,8 +131,12 @@ class TcpMembership:
         await self._asked.wait_until(lambda: all(link.was_asked for link in links), OTHERS_SECONDS)
 
     async def announce(self, member: Member) -> None:
-        assert member.identity == self._auth.island.public, "a record is signed with the key that it names"
-        self._newest = max(self._newest, self._auth.names.newest(member.island) if self._auth.names else 0)
+        assert member.identity == self._auth.island.public, (
+            "a record is signed with the key that it names"
+        )
+        self._newest = max(
+            self._newest, self._auth.names.newest(member.island) if self._auth.names else 0
+        )
         if not await self._announce_everywhere(member):  # this machine's clock was set back
             await self._announce_everywhere(member)
         self._own = member
@@ -145,7 +156,9 @@ class TcpMembership:
             for island, member in link.known().items():
                 if self._auth.access.ban(island, member.identity):
                     continue
-                found[island] = max(found.get(island, member), member, key=lambda m: (m.round, m.tokens))
+                found[island] = max(
+                    found.get(island, member), member, key=lambda m: (m.round, m.tokens)
+                )
         own = {self._own.island: self._own} if self._own else {}
         return dict(sorted((found | own).items()))
 
@@ -212,7 +225,9 @@ class TcpMembership:
             link.wake.clear()
             try:
                 kind = "beat" if link.is_announced else "announce"
-                kept = await receive(Kept, await self._call(link, kind, self._announcement(self._own)))
+                kept = await receive(
+                    Kept, await self._call(link, kind, self._announcement(self._own))
+                )
                 self._newest = max(self._newest, kept.newest)
                 link.is_announced = True
                 refusal = ""
@@ -227,11 +242,19 @@ class TcpMembership:
                     await link.wake.wait()
 
     async def _call(
-        self, link: RendezvousLink, kind: str, message: Message, timeout_seconds: float = CALL_SECONDS
+        self,
+        link: RendezvousLink,
+        kind: str,
+        message: Message,
+        timeout_seconds: float = CALL_SECONDS,
     ) -> bytes:
-        return await self._messenger.call(link.target, kind, message.encode(), timeout_seconds=timeout_seconds)
+        return await self._messenger.call(
+            link.target, kind, message.encode(), timeout_seconds=timeout_seconds
+        )
 
-    async def _call_all(self, kind: str, message: Message, timeout_seconds: float = CALL_SECONDS) -> list[bytes]:
+    async def _call_all(
+        self, kind: str, message: Message, timeout_seconds: float = CALL_SECONDS
+    ) -> list[bytes]:
         """Call all rendezvous and return the replies of those that can be reached. Raises
         InputError if one refuses.
         """
@@ -249,8 +272,13 @@ class TcpMembership:
         announcement then has a higher time.
         """
         announcement = self._announcement(member)
-        newest = [(await receive(Kept, reply)).newest for reply in await self._call_all("announce", announcement)]
-        self._newest = max([self._newest, *newest])  # A rendezvous that does not answer gets the record later.
+        newest = [
+            (await receive(Kept, reply)).newest
+            for reply in await self._call_all("announce", announcement)
+        ]
+        self._newest = max(
+            [self._newest, *newest]
+        )  # A rendezvous that does not answer gets the record later.
         return max(newest, default=0) <= announcement.record.time
 
     def _announcement(self, member: Member) -> Announcement:
@@ -303,9 +331,12 @@ async def find_runs_at_rendezvous(
 
 def unreachable_error(connect_seconds: float, causes: Mapping[str, str]) -> UnreachableError:
     if all(map(is_about_run_key, causes.values())):
-        return UnreachableError(f"island.bootstrap: {'; '.join(f'{address}: {causes[address]}' for address in causes)}")
+        return UnreachableError(
+            f"island.bootstrap: {'; '.join(f'{address}: {causes[address]}' for address in causes)}"
+        )
     return UnreachableError(
         f"island.bootstrap: {', '.join(causes)} did not answer within {connect_seconds:g} s "
-        f"({'; '.join(dict.fromkeys(causes.values()))}); check that `diloco bootstrap --rendezvous tcp` runs there and "
+        f"({'; '.join(dict.fromkeys(causes.values()))}); check that `diloco bootstrap --rendezvous "
+        "tcp` runs there and "
         "that its port is open. With several addresses, one that answers is enough"
     )

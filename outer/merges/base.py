@@ -11,9 +11,9 @@ from outer.errors import MessageError
 class Merge(Protocol):
     """Merges the parts (1-D fp32, CPU) of at least one participant, given in participant order.
 
-    Equal calls give equal bits. `weights` are non-negative shares of the tokens; every rule ignores participants of
-    weight zero. `last` is the last committed mean of the same part, or None if this rank has not seen it. All values
-    must be finite.
+    Equal calls give equal bits. `weights` are non-negative shares of the tokens; every rule ignores
+    participants of weight zero. `last` is the last committed mean of the same part, or None if this
+    rank has not seen it. All values must be finite.
 
     >>> from outer.config import MergeConfig
     >>> from outer.merges import build_merge
@@ -47,7 +47,9 @@ def weights_of(tokens: Sequence[int]) -> list[float]:
     return [count / total for count in tokens]
 
 
-def drop_weightless(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> tuple[list[torch.Tensor], list[float]]:
+def drop_weightless(
+    parts: Iterable[torch.Tensor], weights: Sequence[float]
+) -> tuple[list[torch.Tensor], list[float]]:
     """Return the parts of nonzero weight, at least one, and their weights."""
     kept = [(values, weight) for values, weight in zip(parts, weights, strict=True) if weight > 0]
     assert kept, "at least one weight must be positive"

@@ -1,11 +1,13 @@
-"""Limits for the norm of a pseudo-gradient or a mean, from this island's own current and recent pseudo-gradients.
+"""Limits for the norm of a pseudo-gradient or a mean, from this island's own current and recent
+pseudo-gradients.
 
     limit = ratio x max(norm of this island's pseudo-gradient, median of its last norms)
 
-Healthy islands of a run make pseudo-gradients of about one length, whatever their text is; docs/decisions has the
-numbers. A much longer one means a diverged loss or a lie, and a single one can ruin a run whose rule is the
-plain mean. The limit uses whole pseudo-gradients, although a reducer sees only parts: a part may be a hundred
-times as long on one island as on another, because its text alone has the words of the part.
+Healthy islands of a run make pseudo-gradients of about one length, whatever their text is;
+docs/decisions has the numbers. A much longer one means a diverged loss or a lie, and a single one
+can ruin a run whose rule is the plain mean. The limit uses whole pseudo-gradients, although a
+reducer sees only parts: a part may be a hundred times as long on one island as on another, because
+its text alone has the words of the part.
 """
 
 from collections import defaultdict, deque
@@ -67,7 +69,9 @@ class RecentLengths:
     def __init__(self, ratio: float | None, me: str) -> None:
         self._ratio = ratio
         self._me = me
-        self._last: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=NUM_ROUNDS))
+        self._last: dict[tuple[int, str], deque[float]] = defaultdict(
+            lambda: deque(maxlen=NUM_ROUNDS)
+        )
 
     def knows(self, content: int, kinds: Collection[str]) -> bool:
         """Return whether the bound needs no current pseudo-gradient, because there are earlier
@@ -76,14 +80,18 @@ class RecentLengths:
         return self._ratio is None or all(self._last[content, kind] for kind in kinds)
 
     def bound(self, content: int, own: Lengths) -> Bound:
-        """Return the bound of a round that sends this content (`Space.content_of`). `own`: norms of this island's
-        contribution, if known.
+        """Return the bound of a round that sends this content (`Space.content_of`). `own`: norms of
+        this island's contribution, if known.
         """
         if self._ratio is None:
             return NO_BOUND
         kinds = {kind for number, kind in self._last if number == content} | own.keys()
         last = {kind: self._last[content, kind] for kind in kinds}
-        return Bound(self._ratio, {k: max(own.get(k, 0.0), median(last[k] or [0.0])) for k in kinds}, self._me)
+        return Bound(
+            self._ratio,
+            {k: max(own.get(k, 0.0), median(last[k] or [0.0])) for k in kinds},
+            self._me,
+        )
 
     def commit(self, content: int, own: Lengths) -> None:
         """Record the norms of a committed contribution. A norm of 0 is ignored, because the

@@ -13,11 +13,15 @@ from outer.merges.sort_rows import coordinate_median
 ITERATIONS = 5
 
 
-def centered_clip(parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None) -> torch.Tensor:
-    """Iterate v <- v + sum_i w_i (x_i - v) min(1, tau / |x_i - v|) five times, over the part as one vector.
+def centered_clip(
+    parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None
+) -> torch.Tensor:
+    """Iterate v <- v + sum_i w_i (x_i - v) min(1, tau / |x_i - v|) five times, over the part as one
+    vector.
 
-    v starts at `last`, or at the coordinate-wise median if `last` is None. tau is the unweighted median of |x_i - v| in
-    each iteration: no participant moves v by more than its weight times the median distance.
+    v starts at `last`, or at the coordinate-wise median if `last` is None. tau is the unweighted
+    median of |x_i - v| in each iteration: no participant moves v by more than its weight times the
+    median distance.
     """
     weighted, shares = drop_weightless(parts, weights)
     start = coordinate_median(weighted) if last is None else last
@@ -33,7 +37,9 @@ def _coefficients(products: np.ndarray, shares: np.ndarray) -> np.ndarray:
         lengths = distances(products, coefficients)[1:]
         radius = np.median(lengths)
         # Only lengths above the radius are divided by, because a participant's part may equal v.
-        clipped = shares * np.divide(radius, lengths, out=np.ones_like(lengths), where=lengths > radius)
+        clipped = shares * np.divide(
+            radius, lengths, out=np.ones_like(lengths), where=lengths > radius
+        )
         coefficients *= 1.0 - clipped.sum()
         coefficients[1:] += clipped
     return coefficients

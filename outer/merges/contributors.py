@@ -10,7 +10,9 @@ from outer.merges.base import drop_weightless
 from outer.merges.mean import WeightedSum
 
 
-def contributors(parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None) -> torch.Tensor:
+def contributors(
+    parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None
+) -> torch.Tensor:
     """Return elementwise sum_i w_i x_i / sum_i w_i over the nonzero x_i; zero where all are zero.
     Ignores `last`.
 

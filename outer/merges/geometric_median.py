@@ -23,9 +23,9 @@ def geometric_median(
     """Return the point z that minimises sum_i w_i |x_i - z|, over the part as one vector. Ignores
     `last`.
 
-    A participant's pull does not grow with its distance, so participants with less than half of the tokens cannot move
-    z far away. A participant with more than half decides alone: z is its own part. With fewer than three participants
-    the result is the weighted mean.
+    A participant's pull does not grow with its distance, so participants with less than half of the
+    tokens cannot move z far away. A participant with more than half decides alone: z is its own
+    part. With fewer than three participants the result is the weighted mean.
     """
     weighted, shares = drop_weightless(parts, weights)
     if len(weighted) < 3:

@@ -35,12 +35,13 @@ def inner_product(left: torch.Tensor, right: torch.Tensor) -> float:
 def gram(parts: Sequence[torch.Tensor]) -> np.ndarray:
     """Return the Gram matrix, the inner products of all pairs of parts: (n, n) fp64.
 
-    Distances between the parts x_i and points sum_i c_i x_i follow from this matrix and c alone. An iterative rule
-    therefore reads the parts only twice, here and for its result.
+    Distances between the parts x_i and points sum_i c_i x_i follow from this matrix and c alone. An
+    iterative rule therefore reads the parts only twice, here and for its result.
     """
     total = np.zeros((len(parts), len(parts)))
     for columns in zip(*(values.split(CHUNK) for values in parts), strict=True):
-        # numpy detects that both operands are the same matrix and does half of the work; torch does not.
+        # numpy detects that both operands are the same matrix and does half of the work; torch does
+        # not.
         rows = np.stack([values.numpy() for values in columns], dtype=np.float64)
         total += rows @ rows.T
     return total

@@ -25,10 +25,14 @@ class WeightedSum:
     def add(self, values: torch.Tensor, weight: float) -> None:
         """Add weight * values (1-D fp32, CPU). The weight is rounded to fp32 first."""
         shape = self._sum.shape
-        assert values.shape == shape, f"a part of shape {tuple(values.shape)} into a sum of {tuple(shape)}"
+        assert values.shape == shape, (
+            f"a part of shape {tuple(values.shape)} into a sum of {tuple(shape)}"
+        )
         # add_(values, alpha=weight) would fuse product and sum on machines with FMA, which gives
         # other bits.
-        for part, total in zip(values.split(STRETCH_ELEMENTS), self._sum.split(STRETCH_ELEMENTS), strict=True):
+        for part, total in zip(
+            values.split(STRETCH_ELEMENTS), self._sum.split(STRETCH_ELEMENTS), strict=True
+        ):
             total.add_(torch.mul(part, weight, out=self._product[: part.numel()]))
 
     def result(self) -> torch.Tensor:
@@ -51,16 +55,22 @@ def weighted_mean(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> to
     return total.result()
 
 
-def hold_between(mean: torch.Tensor, parts: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def hold_between(
+    mean: torch.Tensor, parts: Sequence[torch.Tensor], weights: Sequence[float]
+) -> torch.Tensor:
     """Return the mean with each element limited to the range of the participants' values.
 
     Rounding can leave that range a little. Values that are equal everywhere then stay as they are,
     round after round, and a mean of variances is never below 0.
     """
-    weighted = torch.stack([part for part, weight in zip(parts, weights, strict=True) if weight > 0])
+    weighted = torch.stack(
+        [part for part, weight in zip(parts, weights, strict=True) if weight > 0]
+    )
     return torch.minimum(torch.maximum(mean, weighted.amin(dim=0)), weighted.amax(dim=0))
 
 
-def mean(parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None) -> torch.Tensor:
+def mean(
+    parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None
+) -> torch.Tensor:
     """Return the weighted mean. Ignores `last`."""
     return weighted_mean(parts, weights)

@@ -28,12 +28,19 @@ def check_merge(rule: Rule, name: str = "the rule") -> Merge:
     Raises InputError with the requirement that does not hold.
     """
 
-    def merge(parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None) -> torch.Tensor:
+    def merge(
+        parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None
+    ) -> torch.Tensor:
         kept, shares = drop_weightless(parts, weights)
         merged = rule(kept, shares, last)
-        if merged.dtype != torch.float32 or merged.shape != kept[0].shape or not merged.isfinite().all():
+        if (
+            merged.dtype != torch.float32
+            or merged.shape != kept[0].shape
+            or not merged.isfinite().all()
+        ):
             raise InputError(
-                f"{KEY}: {name} gave {merged.dtype} of shape {tuple(merged.shape)}; finite fp32 values of shape "
+                f"{KEY}: {name} gave {merged.dtype} of shape {tuple(merged.shape)}; finite fp32 "
+                "values of shape "
                 f"{tuple(kept[0].shape)} expected"
             )
         return merged
@@ -51,7 +58,9 @@ def gives_equal_bits(merge: Merge) -> bool:
     """Equal calls give equal bits, for one island and for several."""
     for islands in (1, 2, 3, 5):
         weights = [1 / islands] * islands
-        if not torch.equal(merge(_parts(islands), weights, None), merge(_parts(islands), weights, None)):
+        if not torch.equal(
+            merge(_parts(islands), weights, None), merge(_parts(islands), weights, None)
+        ):
             return False
     return True
 
@@ -65,7 +74,10 @@ def ignores_islands_without_weight(merge: Merge) -> bool:
 
 def takes_any_size(merge: Merge) -> bool:
     """A part of any size, from one element on, is merged to as many."""
-    return all(merge(_parts(3, size), [0.5, 0.25, 0.25], None).shape == (size,) for size in (1, 2, 255, 256))
+    return all(
+        merge(_parts(3, size), [0.5, 0.25, 0.25], None).shape == (size,)
+        for size in (1, 2, 255, 256)
+    )
 
 
 CLAIMS = (gives_equal_bits, ignores_islands_without_weight, takes_any_size)

@@ -1,4 +1,6 @@
-"""Radial-directional averaging (Decoupled DiLoCo, 2604.21428): lengths and directions are averaged separately."""
+"""Radial-directional averaging (Decoupled DiLoCo, 2604.21428): lengths and directions are averaged
+separately.
+"""
 
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -16,14 +18,17 @@ LEAST_NORM = 1e-30
 """Parts shorter than this share of the median length have no direction in fp32."""
 
 
-def radial(parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None) -> torch.Tensor:
+def radial(
+    parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None
+) -> torch.Tensor:
     """Return (sum_i w_i |x_i|) phi(sum_i w_i phi(x_i)), phi(x) = x / |x|, phi(0) = 0. The weights
     sum to 1.
 
-    The mean of M orthogonal parts is sqrt(M) times shorter than they are; this result is not, so the number of islands
-    can grow without retuning the outer learning rate. The paper applies this to each tensor and takes the mean of
-    embeddings; here it applies to each part of the canonical space. If the directions cancel, the result is the
-    weighted mean. A participant's length does not change the direction, but it lengthens the result. Ignores `last`.
+    The mean of M orthogonal parts is sqrt(M) times shorter than they are; this result is not, so
+    the number of islands can grow without retuning the outer learning rate. The paper applies this
+    to each tensor and takes the mean of embeddings; here it applies to each part of the canonical
+    space. If the directions cancel, the result is the weighted mean. A participant's length does
+    not change the direction, but it lengthens the result. Ignores `last`.
     """
     weighted, shares = drop_weightless(parts, weights)
     norms = [norm(values) for values in weighted]

@@ -6,7 +6,9 @@ from functools import cache
 import torch
 
 CHUNK = 32768
-"""Number of elements that are sorted at once, so that the rows of eight participants stay in a core's cache."""
+"""Number of elements that are sorted at once, so that the rows of eight participants stay in a
+core's cache.
+"""
 
 
 def chunks(num_elements: int) -> Iterator[slice]:
@@ -19,10 +21,14 @@ def sort_rows(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return new rows in which each coordinate is in ascending order over the rows. `rows` are
     not changed.
     """
-    # Comparing whole rows is vectorised; torch.sort and numpy.sort along the short axis take 4 to 20 times as long.
+    # Comparing whole rows is vectorised; torch.sort and numpy.sort along the short axis take 4 to
+    # 20 times as long.
     result = list(rows)
     for low, high in comparators(len(result)):
-        result[low], result[high] = torch.minimum(result[low], result[high]), torch.maximum(result[low], result[high])
+        result[low], result[high] = (
+            torch.minimum(result[low], result[high]),
+            torch.maximum(result[low], result[high]),
+        )
     return result
 
 

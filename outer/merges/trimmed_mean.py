@@ -1,4 +1,6 @@
-"""The coordinate-wise trimmed mean (1803.01498), which leaves out the extreme values of every coordinate."""
+"""The coordinate-wise trimmed mean (1803.01498), which leaves out the extreme values of every
+coordinate.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -27,15 +29,20 @@ def num_trimmed(trim: float, num_participants: int) -> int:
 
 
 def trimmed_mean(
-    parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None, *, trim: float
+    parts: Iterable[torch.Tensor],
+    weights: Sequence[float],
+    last: torch.Tensor | None,
+    *,
+    trim: float,
 ) -> torch.Tensor:
     """Return for every coordinate the weighted mean of its values without the b lowest and b
     highest. Ignores `last`.
 
-    b = num_trimmed(trim, participants). Trimming counts participants, whatever their tokens; the values that stay are
-    weighted by tokens. With at most b attackers the result is between the smallest and the largest value of the honest
-    participants. All values equal to the outermost one that stays are kept, so the order of participants matters no
-    more than it does for a sum. With fewer than three participants the result is the weighted mean.
+    b = num_trimmed(trim, participants). Trimming counts participants, whatever their tokens; the
+    values that stay are weighted by tokens. With at most b attackers the result is between the
+    smallest and the largest value of the honest participants. All values equal to the outermost one
+    that stays are kept, so the order of participants matters no more than it does for a sum. With
+    fewer than three participants the result is the weighted mean.
     """
     weighted, shares = drop_weightless(parts, weights)
     cut = num_trimmed(trim, len(weighted))

@@ -31,10 +31,13 @@ async def address_of_caller(address: str) -> str:
         return address
     hosts = {as_ip(host) for host in await find_hosts()}
     begin, at, places = address.rpartition("@")
-    routes = [route for place in places.split(";")[:MAX_ROUTES] if (route := await route_to(hosts, place))]
+    routes = [
+        route for place in places.split(";")[:MAX_ROUTES] if (route := await route_to(hosts, place))
+    ]
     if not routes:
         raise MessageError(
-            f"only addresses of the calling host, {' or '.join(sorted(hosts))}, are called back, got {places[:100]}"
+            f"only addresses of the calling host, {' or '.join(sorted(hosts))}, are called back, "
+            f"got {places[:100]}"
         )
     return f"{begin}{at}{';'.join(routes)}"
 

@@ -15,7 +15,9 @@ MAX_GROWTH = 2.0
 MAX_PATIENCE = 2.0
 """Most rounds for whose duration islands are waited for because they have missed earlier rounds."""
 MAX_FIRST_SECONDS = {"call": 5.0}
-"""Upper bound of `initial_seconds`, the limit until three waits of a kind have been measured, by kind."""
+"""Upper bound of `initial_seconds`, the limit until three waits of a kind have been measured, by
+kind.
+"""
 
 
 class Deadlines:
@@ -28,7 +30,9 @@ class Deadlines:
     def __init__(self, initial_seconds: float, history: int = 32) -> None:
         self.initial_seconds = initial_seconds
         self._history = history
-        self._measured: dict[str, tuple[float, ...]] = {}  # Replaced as a whole, because several threads read it.
+        self._measured: dict[
+            str, tuple[float, ...]
+        ] = {}  # Replaced as a whole, because several threads read it.
         self._limits: dict[str, tuple[tuple[float, ...], float]] = {}
         """By kind: the measured waits, and the limit that follows from them."""
         self.num_freezes = 0

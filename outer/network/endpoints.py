@@ -1,4 +1,6 @@
-"""Endpoints, the kinds of frames and tags of payloads between them, traffic counters, and the interface for calls."""
+"""Endpoints, the kinds of frames and tags of payloads between them, traffic counters, and the
+interface for calls.
+"""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -72,7 +74,8 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 class Messenger(Protocol):
-    """Makes and answers small calls between endpoints, on connections that bulk payloads do not share.
+    """Makes and answers small calls between endpoints, on connections that bulk payloads do not
+    share.
 
     >>> import asyncio
     >>> from outer.membership.loopback import LoopbackMessenger
@@ -97,7 +100,14 @@ class Messenger(Protocol):
         """Answer calls of `kind` with `handler`, replacing an earlier handler of that kind."""
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
+        self,
+        address: str,
+        kind: str,
+        body: bytes,
+        *,
+        timeout_seconds: float,
+        lane: Lane = "control",
+        longest: int = 0,
     ) -> bytes:
         """Call the endpoint at `address` and return its reply. Each lane has a connection of its
         own.

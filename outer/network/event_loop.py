@@ -49,7 +49,9 @@ class EventLoop(Protocol):
         ...
 
     def call(self, work: Callable[[], T]) -> T:
-        """Call a function on the loop, which owns what it touches, and block until its result is there."""
+        """Call a function on the loop, which owns what it touches, and block until its result is
+        there.
+        """
         return self.run(_call(work))
 
     def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
@@ -77,7 +79,9 @@ class EventLoop(Protocol):
 
 
 class EventLoopThread(EventLoop):
-    """Runs an event loop in a thread of its own, so that peers are answered while the training threads compute."""
+    """Runs an event loop in a thread of its own, so that peers are answered while the training
+    threads compute.
+    """
 
     def __init__(self, slowness: float = 1.0) -> None:
         self._slowness = slowness
@@ -104,7 +108,9 @@ class EventLoopThread(EventLoop):
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
         future = self.start(work)
         try:
-            return future.result(None if timeout_seconds is None else timeout_seconds * self._slowness)
+            return future.result(
+                None if timeout_seconds is None else timeout_seconds * self._slowness
+            )
         except BaseException:
             future.cancel()
             raise
@@ -150,7 +156,8 @@ class EventLoopThread(EventLoop):
 class SlowLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock, and so every wait on it, runs `slowness` times slower.
 
-    `diloco simulate --in-process` uses it because its islands take turns and each gets a share of the time.
+    `diloco simulate --in-process` uses it because its islands take turns and each gets a share of
+    the time.
     """
 
     def __init__(self, slowness: float) -> None:
@@ -167,16 +174,22 @@ class SlowSelector(selectors.DefaultSelector):
         self._slowness = slowness
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        return super().select(None if timeout is None else min(timeout * self._slowness, MAX_SELECT_SECONDS))
+        return super().select(
+            None if timeout is None else min(timeout * self._slowness, MAX_SELECT_SECONDS)
+        )
 
 
 def assert_on_loop() -> None:
-    """Raise AssertionError if the caller does not run on an event loop, whose tasks alone may touch a state.
+    """Raise AssertionError if the caller does not run on an event loop, whose tasks alone may touch
+    a state.
 
-    It does so where DILOCO_CHECK_THREADS is set, as in tests: no run ends because of a race that may be harmless.
+    It does so where DILOCO_CHECK_THREADS is set, as in tests: no run ends because of a race that
+    may be harmless.
     """
     if CHECKS_THREADS:
-        assert asyncio._get_running_loop() is not None, "this state belongs to the event loop: use EventLoop.call"
+        assert asyncio._get_running_loop() is not None, (
+            "this state belongs to the event loop: use EventLoop.call"
+        )
 
 
 async def _call(work: Callable[[], T]) -> T:
@@ -200,7 +213,9 @@ class ChangeSignal:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait_until(self, condition: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
+    async def wait_until(
+        self, condition: Callable[[], bool], timeout_seconds: float | None = None
+    ) -> bool:
         """Wait until `condition` is true, and return whether it became true in time. Raises what
         `condition` raises.
         """
@@ -242,9 +257,11 @@ class Tasks:
 
 
 class FreezeDetector:
-    """Detects that this process stood still: it was stopped, swapped out, or ran on a laptop that was closed.
+    """Detects that this process stood still: it was stopped, swapped out, or ran on a laptop that
+    was closed.
 
-    Call `was_frozen` on the event loop at least every BEAT_SECONDS, and before anything that must not follow a freeze.
+    Call `was_frozen` on the event loop at least every BEAT_SECONDS, and before anything that must
+    not follow a freeze.
     """
 
     def __init__(self) -> None:
@@ -304,10 +321,15 @@ def _new_thread(work: Callable[[], None]) -> None:
     start_thread(work, "blocking call")
 
 
-async def in_thread(work: Callable[[], T], start: Callable[[Callable[[], None]], None] = _new_thread) -> T:
-    """Run a blocking call in a daemon thread and return its result. After a cancellation the thread continues."""
+async def in_thread(
+    work: Callable[[], T], start: Callable[[Callable[[], None]], None] = _new_thread
+) -> T:
+    """Run a blocking call in a daemon thread and return its result. After a cancellation the thread
+    continues.
+    """
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so the thread can always settle it
+    # from here on it cannot be cancelled, so the thread can always settle it
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:

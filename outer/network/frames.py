@@ -1,11 +1,12 @@
-"""Frames on a byte stream between islands: a fixed header, then a payload. Every field is checked on arrival.
+"""Frames on a byte stream between islands: a fixed header, then a payload. Every field is checked
+on arrival.
 
     magic 4 | version 1 | kind 1 | run 8 | rank 2 | round 4 | attempt 4 |
     leg 1 | part 4 | request 8 | length 8
 
-`run` is a hash of the run's id and the stream's purpose, so that two runs never mix. A stream begins with the hello
-and handshake of outer/network/handshake.py. In a run with a key, and on plain TCP, 16 bytes of MAC then follow each
-payload; under TLS there is no MAC.
+`run` is a hash of the run's id and the stream's purpose, so that two runs never mix. A stream
+begins with the hello and handshake of outer/network/handshake.py. In a run with a key, and on plain
+TCP, 16 bytes of MAC then follow each payload; under TLS there is no MAC.
 """
 
 import asyncio
@@ -41,7 +42,9 @@ NO_TAG = Tag(0, 0, Leg.REDUCE, 0)
 
 @dataclass(frozen=True)
 class Header:
-    """A frame's header. `tag` is used in PAYLOAD frames, `request` in CALL, REPLY and REFUSAL frames."""
+    """A frame's header. `tag` is used in PAYLOAD frames, `request` in CALL, REPLY and REFUSAL
+    frames.
+    """
 
     kind: Kind
     rank: int = 0
@@ -58,19 +61,30 @@ def hash_names(*names: str) -> bytes:
 def pack_header(header: Header, run: bytes) -> bytes:
     tag = header.tag
     position = (tag.round, tag.attempt, tag.leg, tag.part)
-    return _HEADER.pack(MAGIC, VERSION, header.kind, run, header.rank, *position, header.request, header.num_bytes)
+    return _HEADER.pack(
+        MAGIC, VERSION, header.kind, run, header.rank, *position, header.request, header.num_bytes
+    )
 
 
 def parse_header(raw: bytes, run: bytes, max_bytes: int) -> Header:
-    """Parse a header. Raises MessageError if it is malformed, of another run, or announces more than `max_bytes`."""
+    """Parse a header. Raises MessageError if it is malformed, of another run, or announces more
+    than `max_bytes`.
+    """
     if len(raw) != HEADER_BYTES:
-        raise RefusedError("header", f"a frame's header of {len(raw)} bytes, {HEADER_BYTES} expected")
-    magic, version, kind, its_run, rank, round_number, attempt, leg, part, request, length = _HEADER.unpack(raw)
+        raise RefusedError(
+            "header", f"a frame's header of {len(raw)} bytes, {HEADER_BYTES} expected"
+        )
+    magic, version, kind, its_run, rank, round_number, attempt, leg, part, request, length = (
+        _HEADER.unpack(raw)
+    )
     if magic != MAGIC:
         raise RefusedError("header", f"not a frame of diloco: it begins with {raw[:5].hex()}")
     if version != VERSION:
         cure = "install the same release of diloco on all islands"
-        raise RefusedError("version", f"a frame of version {version}, and this island speaks version {VERSION}: {cure}")
+        raise RefusedError(
+            "version",
+            f"a frame of version {version}, and this island speaks version {VERSION}: {cure}",
+        )
     if its_run != run:
         raise RefusedError("run", "a frame of another run")
     if length > max_bytes:
@@ -101,7 +115,12 @@ class FrameStream:
     """
 
     def __init__(
-        self, reader: StreamReader, writer: StreamWriter, run: bytes, traffic: Traffic, peer_ids: PeerIds | None = None
+        self,
+        reader: StreamReader,
+        writer: StreamWriter,
+        run: bytes,
+        traffic: Traffic,
+        peer_ids: PeerIds | None = None,
     ) -> None:
         name = writer.get_extra_info("peername")
         self.peer = str(name[0]) if isinstance(name, tuple) else "this machine"
@@ -138,7 +157,9 @@ class FrameStream:
         tls = self._writer.get_extra_info("ssl_object")
         self.certificate = own_certificate or hash_certificate(tls.getpeercert(binary_form=True))
 
-    async def write(self, header: Header, payload: memoryview | bytes, stall_seconds: float | None = None) -> None:
+    async def write(
+        self, header: Header, payload: memoryview | bytes, stall_seconds: float | None = None
+    ) -> None:
         """Send one frame, set its `num_bytes`, and return when it has left this process. Raises
         ConnectionError.
 
@@ -155,7 +176,9 @@ class FrameStream:
                 await self._write_in_pieces(raw, view, mac, stall_seconds)
 
     async def read(
-        self, max_bytes: int | Callable[[], int], admit: Callable[[int], Awaitable[None]] | None = None
+        self,
+        max_bytes: int | Callable[[], int],
+        admit: Callable[[int], Awaitable[None]] | None = None,
     ) -> tuple[Header, torch.Tensor]:
         """Read a frame and return its header and payload (1-D uint8). Raises MessageError,
         ConnectionError, or CutOffError within a frame.
@@ -165,7 +188,9 @@ class FrameStream:
         to arrive; afterwards TimeoutError is raised.
         """
         raw = await self._read_whole(HEADER_BYTES)
-        header = parse_header(raw, self.run, max_bytes if isinstance(max_bytes, int) else max_bytes())
+        header = parse_header(
+            raw, self.run, max_bytes if isinstance(max_bytes, int) else max_bytes()
+        )
         if admit is not None:
             await admit(header.num_bytes)
         mac = self._received_macs.begin() if self._received_macs else None
@@ -186,8 +211,12 @@ class FrameStream:
                 self.heard_at = loop_time()
                 if mac:
                     mac.update(piece)
-        if mac and not hmac.compare_digest(await self._read_whole(MAC_BYTES, "within a frame"), mac.digest()):
-            raise RefusedError("forged", "a frame was altered, repeated, or not sent by a holder of the run's key")
+        if mac and not hmac.compare_digest(
+            await self._read_whole(MAC_BYTES, "within a frame"), mac.digest()
+        ):
+            raise RefusedError(
+                "forged", "a frame was altered, repeated, or not sent by a holder of the run's key"
+            )
         return header, payload
 
     async def finish(self) -> None:
@@ -232,7 +261,9 @@ class FrameStream:
             return CutOffError(f"the connection ended {where}")
         return ConnectionResetError("the connection was closed")
 
-    async def _write_at_once(self, frame: bytes, mac: "hashlib.blake2b | None", stall_seconds: float | None) -> None:
+    async def _write_at_once(
+        self, frame: bytes, mac: "hashlib.blake2b | None", stall_seconds: float | None
+    ) -> None:
         if mac:
             mac.update(frame)
             frame += mac.digest()
@@ -240,7 +271,11 @@ class FrameStream:
             await self._write_bytes(frame)
 
     async def _write_in_pieces(
-        self, raw: bytes, view: memoryview, mac: "hashlib.blake2b | None", stall_seconds: float | None
+        self,
+        raw: bytes,
+        view: memoryview,
+        mac: "hashlib.blake2b | None",
+        stall_seconds: float | None,
     ) -> None:
         pieces = [view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]
         for piece in (raw, *pieces):
@@ -280,13 +315,18 @@ def tls_refusal(error: ssl.SSLError) -> RefusedError:
 
 def refusal_error(text: torch.Tensor) -> ConnectionRefusedError:
     """Build the error for a stream that the other side refused, from the payload of its REFUSAL."""
-    return ConnectionRefusedError(f"it refused this island: {printable(text_of(text), MAX_HELLO_BYTES)}")
+    return ConnectionRefusedError(
+        f"it refused this island: {printable(text_of(text), MAX_HELLO_BYTES)}"
+    )
 
 
 def check_payload(payload: torch.Tensor) -> torch.Tensor:
     """Return the payload. Raises ValueError unless it is a contiguous 1-D uint8 tensor."""
     if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
-        raise ValueError(f"a payload is 1-D contiguous uint8, got {payload.dtype} of shape {tuple(payload.shape)}")
+        raise ValueError(
+            f"a payload is 1-D contiguous uint8, got {payload.dtype} of shape "
+            f"{tuple(payload.shape)}"
+        )
     return payload
 
 

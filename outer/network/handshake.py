@@ -103,8 +103,8 @@ async def say_hello(
 ) -> Endpoint:
     """Run the handshake as the dialer `me`, and return the acceptor.
 
-    Raises MessageError if the acceptor does not prove its keys, is not `to`, or may not take part, and
-    ConnectionRefusedError if it refuses.
+    Raises MessageError if the acceptor does not prove its keys, is not `to`, or may not take part,
+    and ConnectionRefusedError if it refuses.
     """
     exchange = X25519PrivateKey.generate()
     hello = _build_hello(me, auth, exchange, group)
@@ -132,7 +132,8 @@ async def say_hello(
 async def read_hello(stream: Stream, me: Endpoint, auth: PeerAuth) -> tuple[Endpoint, str]:
     """Run the handshake as the acceptor `me`, and return the dialer and its group.
 
-    Raises MessageError if the first frame is not a hello, or the dialer does not prove its keys or may not take part.
+    Raises MessageError if the first frame is not a hello, or the dialer does not prove its keys or
+    may not take part.
     """
     header, payload = await stream.read(MAX_HELLO_BYTES)
     if header.kind is not Kind.HELLO:
@@ -149,7 +150,9 @@ async def read_hello(stream: Stream, me: Endpoint, auth: PeerAuth) -> tuple[Endp
     await stream.write(Header(Kind.CHALLENGE, me.rank), challenge.encode())
     header, payload = await stream.read(MAX_HELLO_BYTES)
     if header.kind is not Kind.PROOF:
-        raise RefusedError("key", f"{dialer} answers a challenge with {header.kind.name}, PROOF expected")
+        raise RefusedError(
+            "key", f"{dialer} answers a challenge with {header.kind.name}, PROOF expected"
+        )
     keys.check("dialer", _parse(Proof, bytes(view_of(payload))))
     _finish(stream, auth, dialer, keys, "acceptor")
     return dialer, theirs.group
@@ -198,7 +201,9 @@ class Handshake:
         except ValueError:
             raise RefusedError("key", "a key exchange with a weak share") from None
         run_key = self.run_key.derive("handshake", self.run) if self.run_key is not None else b""
-        return HandshakeKeys(self, hashlib.blake2b(secret, key=run_key, person=b"diloco exchange").digest())
+        return HandshakeKeys(
+            self, hashlib.blake2b(secret, key=run_key, person=b"diloco exchange").digest()
+        )
 
     @property
     def transcript(self) -> bytes:
@@ -206,7 +211,9 @@ class Handshake:
         peers = (self.peer_ids.own, self.peer_ids.other) if self.peer_ids is not None else ()
         tls = [f"tls={self.certificate}"] if self.certificate else []
         about = [str(VERSION), self.run.hex(), str(self.dialer), str(self.acceptor), *peers, *tls]
-        return b"\n".join([" ".join(about).encode(), self.dialer_hello.encode(), self.acceptor_hello.encode()])
+        return b"\n".join(
+            [" ".join(about).encode(), self.dialer_hello.encode(), self.acceptor_hello.encode()]
+        )
 
     def key_of(self, side: HandshakeSide) -> str:
         return (self.dialer_hello if side == "dialer" else self.acceptor_hello).key
@@ -233,26 +240,38 @@ class HandshakeKeys:
         name = self.handshake.name_of(side)
         key = self.handshake.key_of(side)
         if not hmac.compare_digest(proof.mac, self._mac(side)):
-            raise RefusedError("key", f"{name} does not hold the run key that this island holds: {KEY_CURE}")
-        if not verify(key, f"handshake of the {side}", self._transcript, bytes.fromhex(proof.signature)):
-            raise RefusedError("key", f"{name} does not hold the island key {key[:16]}... that it shows")
+            raise RefusedError(
+                "key", f"{name} does not hold the run key that this island holds: {KEY_CURE}"
+            )
+        if not verify(
+            key, f"handshake of the {side}", self._transcript, bytes.fromhex(proof.signature)
+        ):
+            raise RefusedError(
+                "key", f"{name} does not hold the island key {key[:16]}... that it shows"
+            )
 
     def frame_macs(self, side: HandshakeSide) -> FrameMacs:
         """Return the MACs for the frames that this side sends."""
         return FrameMacs(self._derive(f"frames of the {side}"))
 
     def _mac(self, side: HandshakeSide) -> str:
-        return self._derive(f"proof of the {side}").hex() if self.handshake.run_key is not None else ""
+        return (
+            self._derive(f"proof of the {side}").hex() if self.handshake.run_key is not None else ""
+        )
 
     def _derive(self, purpose: str) -> bytes:
         data = purpose.encode() + b"\n" + self._transcript
         return hashlib.blake2b(data, key=self._secret, digest_size=32).digest()
 
 
-def _build_hello(me: Endpoint, auth: PeerAuth, exchange: X25519PrivateKey, group: str = "") -> Hello:
+def _build_hello(
+    me: Endpoint, auth: PeerAuth, exchange: X25519PrivateKey, group: str = ""
+) -> Hello:
     share = exchange.public_key().public_bytes_raw().hex()
     has_run_key = auth.key is not None
-    return Hello(island=me.island, group=group, key=auth.island.public, share=share, has_run_key=has_run_key)
+    return Hello(
+        island=me.island, group=group, key=auth.island.public, share=share, has_run_key=has_run_key
+    )
 
 
 def _parse(model: type[M], body: bytes) -> M:
@@ -280,7 +299,9 @@ def _swap(peer_ids: PeerIds) -> PeerIds:
     return PeerIds(peer_ids.other, peer_ids.own)
 
 
-def _finish(stream: Stream, auth: PeerAuth, peer: Endpoint, keys: HandshakeKeys, side: HandshakeSide) -> None:
+def _finish(
+    stream: Stream, auth: PeerAuth, peer: Endpoint, keys: HandshakeKeys, side: HandshakeSide
+) -> None:
     """Add MACs to the frames that follow, if they are needed, and check whether the peer, whose
     keys are proved, may take part.
     """

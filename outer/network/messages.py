@@ -1,4 +1,6 @@
-"""Base class of messages between islands, the types of their common fields, and both ends of a call."""
+"""Base class of messages between islands, the types of their common fields, and both ends of a
+call.
+"""
 
 import asyncio
 import gc
@@ -10,7 +12,14 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainValidator, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    ValidationError,
+)
 from pydantic_core import CoreSchema
 
 from outer.errors import InputError, MessageError, TransportError
@@ -124,7 +133,9 @@ async def receive(model: type[M], body: bytes) -> M:
     MalformedError.
     """
     if model.is_parsed_aside or len(body) > LARGE_BYTES or is_inflated_large(body):
-        return await asyncio.get_running_loop().run_in_executor(PARSING.executor, _inflate_and_parse, model, body)
+        return await asyncio.get_running_loop().run_in_executor(
+            PARSING.executor, _inflate_and_parse, model, body
+        )
     return _inflate_and_parse(model, body)
 
 
@@ -182,13 +193,21 @@ def inflate(body: bytes, most: int = MAX_BYTES) -> bytes:
 
 
 async def call_message(
-    messenger: Messenger, address: str, kind: str, message: Message | None, reply: type[M], *, timeout_seconds: float
+    messenger: Messenger,
+    address: str,
+    kind: str,
+    message: Message | None,
+    reply: type[M],
+    *,
+    timeout_seconds: float,
 ) -> M:
     """Send `message` (None: an empty body) and parse the reply. Raises like `Messenger.call` and
     `parse`.
     """
     body = b"" if message is None else message.encode()
-    answered = await messenger.call(address, kind, body, timeout_seconds=timeout_seconds, longest=longest_reply(reply))
+    answered = await messenger.call(
+        address, kind, body, timeout_seconds=timeout_seconds, longest=longest_reply(reply)
+    )
     return await receive_reply(messenger, address, reply, answered)
 
 
@@ -238,7 +257,8 @@ async def answer(
     if len(reply) > MAX_REPLY_BYTES:
         return (
             Kind.REFUSAL,
-            f"the reply to {kind!r} is {len(reply)} bytes, at most {MAX_REPLY_BYTES} are allowed".encode(),
+            f"the reply to {kind!r} is {len(reply)} bytes, at most {MAX_REPLY_BYTES} are "
+            "allowed".encode(),
         )
     return Kind.REPLY, reply
 
@@ -246,8 +266,14 @@ async def answer(
 def check_carriers(packed: Sequence[tuple[int, int]], num_parts: int, num_ranks: int) -> None:
     """Raise MessageError unless `packed` assigns each part a carrier among the ranks."""
     counts = [count for _, count in packed]
-    if sum(counts) != num_parts or min(counts, default=1) < 1 or not all(0 <= r < num_ranks for r, _ in packed):
-        raise MessageError(f"the carriers given do not cover {num_parts} parts with {num_ranks} ranks")
+    if (
+        sum(counts) != num_parts
+        or min(counts, default=1) < 1
+        or not all(0 <= r < num_ranks for r, _ in packed)
+    ):
+        raise MessageError(
+            f"the carriers given do not cover {num_parts} parts with {num_ranks} ranks"
+        )
 
 
 def pack_carriers(carriers: Sequence[int]) -> list[tuple[int, int]]:

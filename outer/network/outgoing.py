@@ -38,10 +38,14 @@ class Outgoing:
         self._longest = max(self._longest, longest)
         request = next(self._requests)
         future = self._waiting[request] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may no longer wait
+        future.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # the caller may no longer wait
         name = kind.encode()
         message = bytes([len(name)]) + name + body
-        writing = asyncio.create_task(self.stream.write(Header(Kind.CALL, request=request), message))
+        writing = asyncio.create_task(
+            self.stream.write(Header(Kind.CALL, request=request), message)
+        )
         try:
             await asyncio.shield(writing)  # a caller that gives up must not leave half a frame
             return await future
@@ -85,7 +89,9 @@ class Outgoing:
                 if header.kind is Kind.REPLY:
                     future.set_result(payload.numpy().tobytes())
                 else:
-                    future.set_exception(MessageError(payload.numpy().tobytes().decode(errors="replace")[:2000]))
+                    future.set_exception(
+                        MessageError(payload.numpy().tobytes().decode(errors="replace")[:2000])
+                    )
         except MessageError as error:
             self._auth.rejections.add_error(self.stream.peer, error)
             self.close(str(error))

@@ -31,7 +31,9 @@ from which an island of many ranks may dial. Beyond them the oldest such connect
 handshake is short, and a stranger must not keep islands out."""
 MAX_HELD_BYTES = 1 << 28
 MAX_HELD_BYTES_OF_PEER = 1 << 25
-"""Limits for the bodies of calls that are being read or answered. Beyond them a connection is not read further."""
+"""Limits for the bodies of calls that are being read or answered. Beyond them a connection is not
+read further.
+"""
 MAX_REPLIES = 1 << 28
 MAX_REPLIES_OF_PEER = 1 << 26
 """Limits for the bytes of replies that have not been sent yet. Beyond them calls with long
@@ -137,7 +139,9 @@ class Guests:
     """
 
     def __init__(self) -> None:
-        self._unproven: dict[Guest, Callable[[], None]] = {}  # functions that close a connection, the oldest first
+        self._unproven: dict[
+            Guest, Callable[[], None]
+        ] = {}  # functions that close a connection, the oldest first
         self._of_host: Counter[str] = Counter()  # unproven connections by host
         self._proven: Counter[str] = Counter()  # connections by peer
         self.bodies = _Held(lambda: (MAX_HELD_BYTES, MAX_HELD_BYTES_OF_PEER))
@@ -170,7 +174,9 @@ class Guests:
 
     def _move(self, guest: "Guest", peer: str) -> None:
         if self._proven[peer] >= MAX_CONNECTIONS_OF_PEER:
-            raise RefusedError("streams", f"more than {MAX_CONNECTIONS_OF_PEER} connections of {peer}")
+            raise RefusedError(
+                "streams", f"more than {MAX_CONNECTIONS_OF_PEER} connections of {peer}"
+            )
         self._forget(guest)
         self._proven[peer] += 1
 

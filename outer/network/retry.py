@@ -29,7 +29,8 @@ class Clock(Protocol):
 async def retry(attempt: Callable[[], Awaitable[T]], *, seconds: float, pause_seconds: float) -> T:
     """Call `attempt` until its result is true or `seconds` have passed, and return its last result.
 
-    The first attempt is always made. An attempt that begins in time is not cut short: it bounds its own waits.
+    The first attempt is always made. An attempt that begins in time is not cut short: it bounds its
+    own waits.
 
     >>> replies = iter([None, None, "ready"])
     >>> async def ask() -> str | None:
@@ -73,10 +74,16 @@ async def retry_unreachable(attempt: Callable[[], Awaitable[T]], is_known: bool)
             if time.monotonic() >= deadline:
                 raise
             left = (deadline - time.monotonic()) / 60
-            log.warning("%s. This island has been in the run before, so it retries for %.0f more minutes", error, left)
+            log.warning(
+                "%s. This island has been in the run before, so it retries for %.0f more minutes",
+                error,
+                left,
+            )
 
 
-def retry_blocking(attempt: Callable[[], T], clock: Clock = WALL_CLOCK, *, seconds: float, pause_seconds: float) -> T:
+def retry_blocking(
+    attempt: Callable[[], T], clock: Clock = WALL_CLOCK, *, seconds: float, pause_seconds: float
+) -> T:
     """Do the same as `retry` in a thread; its waits are on `clock`."""
     deadline = clock.time() + seconds
     while not (result := attempt()) and clock.time() < deadline:

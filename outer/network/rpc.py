@@ -1,4 +1,6 @@
-"""Calls between endpoints over frame streams. Each (caller, callee, lane) has one connection, which is kept open."""
+"""Calls between endpoints over frame streams. Each (caller, callee, lane) has one connection, which
+is kept open.
+"""
 
 import asyncio
 import logging
@@ -39,9 +41,18 @@ async def _itself(peer: str) -> Collection[str]:
 
 
 class StreamMessenger:
-    """A Messenger (outer.network.endpoints) over frame streams, which TCP and libp2p open with their `dial`."""
+    """A Messenger (outer.network.endpoints) over frame streams, which TCP and libp2p open with
+    their `dial`.
+    """
 
-    def __init__(self, run_id: str, me: Endpoint, dial: Dialer, traffic: Traffic, auth: PeerAuth | None = None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        me: Endpoint,
+        dial: Dialer,
+        traffic: Traffic,
+        auth: PeerAuth | None = None,
+    ) -> None:
         self.address = ""  # set by the code that listens for connections
         self.server: asyncio.Server | None = None
         """The server that accepts this messenger's connections, if it listens on TCP."""
@@ -80,10 +91,19 @@ class StreamMessenger:
         self._handlers[kind] = handler
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
+        self,
+        address: str,
+        kind: str,
+        body: bytes,
+        *,
+        timeout_seconds: float,
+        lane: Lane = "control",
+        longest: int = 0,
     ) -> bytes:
         if len(body) > MAX_CALL_BYTES:
-            raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_CALL_BYTES} are allowed")
+            raise MessageError(
+                f"a call {kind!r} of {len(body)} bytes, at most {MAX_CALL_BYTES} are allowed"
+            )
         began = loop_time()
         longest = longest or (MAX_CONTROL_BYTES if lane == "control" else MAX_REPLY_BYTES)
         try:
@@ -97,9 +117,13 @@ class StreamMessenger:
                 connection = _opened(self._outgoing.get((address, each)))
                 if connection and (each == "control" or connection.stream.heard_at < began):
                     connection.close("it did not answer")
-            raise DeadlineError(f"{address} did not answer {kind!r} within {timeout_seconds:g} s") from None
+            raise DeadlineError(
+                f"{address} did not answer {kind!r} within {timeout_seconds:g} s"
+            ) from None
 
-    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str = "") -> None:
+    async def accept(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str = ""
+    ) -> None:
         """Serve one incoming connection until it ends. `peer` names the other side; the default
         is its host.
         """
@@ -121,7 +145,9 @@ class StreamMessenger:
         except MessageError as error:
             await refuse(stream, error, self.auth.rejections)
         except TimeoutError:
-            self.auth.rejections.add(stream.peer, "silent", "a hello or the body of a call did not arrive in time")
+            self.auth.rejections.add(
+                stream.peer, "silent", "a hello or the body of a call did not arrive in time"
+            )
         except CutOffError as error:
             self.auth.rejections.add(stream.peer, "truncated", str(error))
         except ConnectionError as error:
@@ -132,7 +158,9 @@ class StreamMessenger:
             stream.close()
 
     def on_malformed(self, address: str, cause: str) -> None:
-        if opened := [found for lane in LANES if (found := _opened(self._outgoing.get((address, lane))))]:
+        if opened := [
+            found for lane in LANES if (found := _opened(self._outgoing.get((address, lane))))
+        ]:
             self._blame(opened[0].stream, cause)
 
     async def close(self) -> None:
@@ -173,7 +201,9 @@ class StreamMessenger:
                     await stream.start_tls(self.tls.client)
                 callee = await say_hello(stream, self._me, self.auth)
                 if stream.peer_key != (self.find_key(address) or stream.peer_key):
-                    raise RefusedError("name", f"{callee} answers where the island of another key was expected")
+                    raise RefusedError(
+                        "name", f"{callee} answers where the island of another key was expected"
+                    )
                 return Outgoing(address, callee, stream, self.auth)
         except (MessageError, ConnectionError, TimeoutError) as error:
             if stream is not None:
@@ -181,9 +211,13 @@ class StreamMessenger:
                 self.on_failure(address)
                 if isinstance(error, MessageError):
                     self.auth.rejections.add_error(stream.peer, error)
-            raise PeerLost(address, str(error) or f"no connection within {DIAL_SECONDS:g} s") from None
+            raise PeerLost(
+                address, str(error) or f"no connection within {DIAL_SECONDS:g} s"
+            ) from None
 
-    def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> FrameStream:
+    def _stream(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
+    ) -> FrameStream:
         peer_ids = PeerIds(self.own_peer_id, peer.partition(":")[0]) if self.own_peer_id else None
         stream = FrameStream(reader, writer, self._run, self.traffic, peer_ids)
         stream.peer = peer or stream.peer
@@ -208,7 +242,9 @@ class StreamMessenger:
             held = guest.next_body()
             try:
                 header, payload = await stream.read(self.max_body_bytes, held.hold)
-                check_access(stream, self.auth, source)  # it may have been banned since the connection opened
+                check_access(
+                    stream, self.auth, source
+                )  # it may have been banned since the connection opened
                 if header.kind is not Kind.CALL:
                     raise RefusedError("header", f"{source} sent {header.kind.name}, CALL expected")
                 kind, body = unpack_call(payload.numpy().data)
@@ -217,12 +253,22 @@ class StreamMessenger:
                 raise
             share = guest.next_reply()
             CALLERS_HOSTS.set(partial(self.find_hosts, guest.host))  # tasks inherit the value
-            task = self._tasks.start(self._answer(source, stream, header.request, kind, body, share))
+            task = self._tasks.start(
+                self._answer(source, stream, header.request, kind, body, share)
+            )
             del payload, body  # free the memory: the next call may come much later
-            task.add_done_callback(lambda _, held=held, share=share: (gate.release(), held.release(), share.release()))
+            task.add_done_callback(
+                lambda _, held=held, share=share: (gate.release(), held.release(), share.release())
+            )
 
     async def _answer(
-        self, source: Endpoint, stream: FrameStream, request: int, kind: str, body: bytes, share: MemoryShare
+        self,
+        source: Endpoint,
+        stream: FrameStream,
+        request: int,
+        kind: str,
+        body: bytes,
+        share: MemoryShare,
     ) -> None:
         try:
             if expected := self._long_replies.get(kind, 0):
@@ -240,7 +286,9 @@ class StreamMessenger:
         except ConnectionError as error:
             log.debug("the caller of %r has disconnected: %s", kind, error)
         except TimeoutError:
-            self.auth.rejections.add(stream.peer, "unread", f"replies to {kind!r} were requested and not read")
+            self.auth.rejections.add(
+                stream.peer, "unread", f"replies to {kind!r} were requested and not read"
+            )
             stream.close()
 
     def _blame(self, stream: FrameStream, cause: str) -> None:

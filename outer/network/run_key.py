@@ -1,4 +1,6 @@
-"""The run key, a secret of all islands of a run. It authenticates records and frames but does not encrypt them."""
+"""The run key, a secret of all islands of a run. It authenticates records and frames but does not
+encrypt them.
+"""
 
 import hashlib
 import hmac
@@ -35,24 +37,37 @@ class RunKey:
         """Derive a key of 32 bytes from the secret, the purpose and the context."""
         parts = (purpose.encode(), *context)
         data = b"".join(len(part).to_bytes(8) + part for part in parts)
-        return hashlib.blake2b(data, key=self._root, digest_size=32, person=b"diloco sub-key").digest()
+        return hashlib.blake2b(
+            data, key=self._root, digest_size=32, person=b"diloco sub-key"
+        ).digest()
 
 
 def read_run_key(path: Path) -> RunKey:
     """Read a key from a file, without surrounding white space. Raises InputError."""
-    path = Path(os.path.expanduser(path))  # unlike Path.expanduser it keeps ~ if there is no home directory
-    cure = f"create one with `head -c 32 /dev/urandom | base64 > {path}`, and give every island the same"
+    path = Path(
+        os.path.expanduser(path)
+    )  # unlike Path.expanduser it keeps ~ if there is no home directory
+    cure = (
+        f"create one with `head -c 32 /dev/urandom | base64 > {path}`, and give every island "
+        "the same"
+    )
     try:
         secret = path.read_bytes().strip()
         mode = path.stat().st_mode
     except OSError as error:
-        raise InputError(f"island.run_key_file: cannot read {str(path)!r}: {error.strerror}; {cure}") from None
+        raise InputError(
+            f"island.run_key_file: cannot read {str(path)!r}: {error.strerror}; {cure}"
+        ) from None
     if len(secret) < MIN_KEY_BYTES:
         raise InputError(
-            f"island.run_key_file: {str(path)!r} holds {len(secret)} bytes, a key has at least {MIN_KEY_BYTES}; {cure}"
+            f"island.run_key_file: {str(path)!r} holds {len(secret)} bytes, a key has at least "
+            f"{MIN_KEY_BYTES}; {cure}"
         )
     if mode & 0o004:
-        log.warning("island.run_key_file: all users of this machine can read %s; run `chmod 600` on it", path)
+        log.warning(
+            "island.run_key_file: all users of this machine can read %s; run `chmod 600` on it",
+            path,
+        )
     return RunKey(secret)
 
 
@@ -86,7 +101,10 @@ class PeerAuth:
         if not self.access.is_allowed(key, peer_id):
             raise RefusedError("peer", f"{island} is not in island.allow: its key is {key}")
         if seconds := self.suspensions.seconds_left(key):
-            text = f"{island} has sent {MAX_MALFORMED} malformed messages, and is refused for another {seconds:.0f} s"
+            text = (
+                f"{island} has sent {MAX_MALFORMED} malformed messages, and is refused for "
+                f"another {seconds:.0f} s"
+            )
             raise RefusedError("suspended", text)
         if self.names is None or (not self.learns_names and self.names.key_of(island) is None):
             return
@@ -103,12 +121,16 @@ class PeerAuth:
 
 
 def load_run_key(path: str | None) -> RunKey | None:
-    """Load the key that a config's `run_key_file` names, or None if it names none. Raises InputError."""
+    """Load the key that a config's `run_key_file` names, or None if it names none. Raises
+    InputError.
+    """
     return None if path is None else read_run_key(Path(path))
 
 
 def seal(key: RunKey | None, purpose: str, body: bytes) -> bytes:
-    """Prefix `body` with a proof that a holder of the key wrote it for this purpose. Without a key, return it as is."""
+    """Prefix `body` with a proof that a holder of the key wrote it for this purpose. Without a key,
+    return it as is.
+    """
     return body if key is None else _seal_line(key, purpose, body) + body
 
 
@@ -149,7 +171,9 @@ class FrameMacs:
         """Begin the next frame's MAC. Update it with the header and the payload; its digest has
         MAC_BYTES bytes.
         """
-        mac = hashlib.blake2b(self._number.to_bytes(8), key=self._key, digest_size=MAC_BYTES, person=b"diloco frame")
+        mac = hashlib.blake2b(
+            self._number.to_bytes(8), key=self._key, digest_size=MAC_BYTES, person=b"diloco frame"
+        )
         self._number += 1
         return mac
 

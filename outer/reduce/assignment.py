@@ -1,13 +1,15 @@
-"""The assignment of parts to the participants that reduce them: equal shares, or larger ones for faster links.
+"""The assignment of parts to the participants that reduce them: equal shares, or larger ones for
+faster links.
 
-Of a model of P bytes, an island that reduces the share s of the parts sends (1 - s) P of its own pseudo-gradient to the
-other reducers, and the means s P to n - 1 islands. Over a link of rate u that takes
+Of a model of P bytes, an island that reduces the share s of the parts sends (1 - s) P of its own
+pseudo-gradient to the other reducers, and the means s P to n - 1 islands. Over a link of rate u
+that takes
 
     T = (1 + s (n - 2)) P / u
 
-The shares add up to 1, so the round takes at least T = (2 n - 2) P / (sum of all u), and at least P / u on the slowest
-link. An island that ends by then has a share of (T u / P - 1) / (n - 2) at most. Of all such shares the most equal ones
-are taken. With two islands both send P, whatever the shares.
+The shares add up to 1, so the round takes at least T = (2 n - 2) P / (sum of all u), and at least P
+/ u on the slowest link. An island that ends by then has a share of (T u / P - 1) / (n - 2) at most.
+Of all such shares the most equal ones are taken. With two islands both send P, whatever the shares.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,9 @@ class Assignment:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._turn = [plan.names[index] for index in _find_turn(tuple(p.link_kbit for p in plan.participants))]
+        self._turn = [
+            plan.names[index] for index in _find_turn(tuple(p.link_kbit for p in plan.participants))
+        ]
 
     def reducer_of(self, part: int) -> str:
         return self._turn[part % len(self._turn)]
@@ -59,7 +63,9 @@ def reduce_shares(rates: Sequence[int]) -> list[Fraction]:
     shares = [Fraction(0)] * num_islands
     rest = Fraction(1)
     for place, index in enumerate(sorted(range(num_islands), key=lambda index: rates[index])):
-        shares[index] = min((time * rates[index] - 1) / (num_islands - 2), rest / (num_islands - place))
+        shares[index] = min(
+            (time * rates[index] - 1) / (num_islands - 2), rest / (num_islands - place)
+        )
         rest -= shares[index]
     return shares
 
@@ -69,9 +75,15 @@ def take_turns(shares: Sequence[Fraction], num_slots: int) -> list[int]:
     evenly. The shares add up to 1.
     """
     counts = [int(share * num_slots) for share in shares]
-    rest = sorted(range(len(shares)), key=lambda index: (counts[index] - shares[index] * num_slots, index))
+    rest = sorted(
+        range(len(shares)), key=lambda index: (counts[index] - shares[index] * num_slots, index)
+    )
     for index in rest[: num_slots - sum(counts)]:
         counts[index] += 1
     # The division of two integers is rounded in the same way on every machine.
-    places = [((2 * k + 1) / (2 * count), index) for index, count in enumerate(counts) for k in range(count)]
+    places = [
+        ((2 * k + 1) / (2 * count), index)
+        for index, count in enumerate(counts)
+        for k in range(count)
+    ]
     return [index for _, index in sorted(places)]

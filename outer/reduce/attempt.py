@@ -33,10 +33,16 @@ them."""
 
 
 class Attempts:
-    """Connects the participants and runs the reduce of each attempt. Its state is used on the event loop only."""
+    """Connects the participants and runs the reduce of each attempt. Its state is used on the event
+    loop only.
+    """
 
     def __init__(
-        self, transport: Transport, reducer: Reducer, deadlines: Deadlines, auditor: Auditor | None = None
+        self,
+        transport: Transport,
+        reducer: Reducer,
+        deadlines: Deadlines,
+        auditor: Auditor | None = None,
     ) -> None:
         """Create the attempts of a rank. `auditor` audits some of the means that have arrived;
         None if there are no audits.
@@ -66,11 +72,16 @@ class Attempts:
         last in a reduce get more of the link in the next one, which then takes longer. New
         connections get equal shares.
         """
-        is_uneven = self._transport.is_uneven and len(self._members) > 2 and self._seconds > RENEW_SECONDS
+        is_uneven = (
+            self._transport.is_uneven and len(self._members) > 2 and self._seconds > RENEW_SECONDS
+        )
         return "" if is_uneven else self.epoch
 
     async def run(
-        self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor], digest_after: DigestAfter | None = None
+        self,
+        plan: Plan,
+        pseudo_grads: Mapping[int, torch.Tensor],
+        digest_after: DigestAfter | None = None,
     ) -> dict[int, Mean]:
         """Return the means of this rank's parts, like `Reducer.run`. Raises OuterError after
         dropping everything in flight.
@@ -100,7 +111,11 @@ class Attempts:
         if stalled_by is not None and cause is None:
             island, of_means = stalled_by
             raise StalledError(island, limit, of_means=of_means)
-        raise TransportError(cause) if cause else DeadlineError(f"the reduce took longer than {limit:.0f} s")
+        raise (
+            TransportError(cause)
+            if cause
+            else DeadlineError(f"the reduce took longer than {limit:.0f} s")
+        )
 
     def dispute(self, plan: Plan) -> None:
         """Record that participants of the plan have found different means: audit all parts that
@@ -130,7 +145,9 @@ class Attempts:
         otherwise None.
         """
         causes = self._no_votes.get(plan.id, {})
-        return next((f"island {name!r}: {causes[name]}" for name in plan.names if name in causes), None)
+        return next(
+            (f"island {name!r}: {causes[name]}" for name in plan.names if name in causes), None
+        )
 
     async def on_vote(self, source: Endpoint, body: bytes) -> bytes:
         """Answer the call `vote` on ranks other than the leader, which receive only no votes."""
@@ -152,7 +169,11 @@ class Attempts:
         participants see in the plan.
         """
         members = tuple(p.incarnation for p in plan.participants)
-        is_connected = self.epoch and members == self._members and all(p.epoch == self.epoch for p in plan.participants)
+        is_connected = (
+            self.epoch
+            and members == self._members
+            and all(p.epoch == self.epoch for p in plan.participants)
+        )
         if not is_connected:
             await self._transport.connect(plan.id, find_partners(plan, self.reducer.me))
             self.epoch = plan.id

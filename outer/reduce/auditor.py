@@ -23,7 +23,13 @@ from dataclasses import dataclass, field
 import torch
 
 from outer.agreement.messages import Plan
-from outer.audits.commitments import Commitments, Statement, digest_of, is_payload_signed, is_statement_signed
+from outer.audits.commitments import (
+    Commitments,
+    Statement,
+    digest_of,
+    is_payload_signed,
+    is_statement_signed,
+)
 from outer.audits.kept_payloads import PayloadRequest, StatementRequest
 from outer.config import MergeConfig
 from outer.errors import AuditError, MessageError, PeerLost, PoisonError, first_cause
@@ -91,10 +97,18 @@ class Auditor:
 
     def choose(self, plan: Plan, means: Mapping[int, Mean]) -> list[int]:
         """Draw the parts to audit among the parts in `means` that another island has reduced."""
-        rate = 1.0 if self.disputed & set(plan.names) else audit_rate(self.probability, len(plan.names))
+        rate = (
+            1.0
+            if self.disputed & set(plan.names)
+            else audit_rate(self.probability, len(plan.names))
+        )
         reduced = [part for part in sorted(means) if not self.payloads.are_gathered(part)]
         reducer_of = Assignment(plan).reducer_of
-        return [part for part in reduced if reducer_of(part) != self.me.island and self.draws.random() < rate]
+        return [
+            part
+            for part in reduced
+            if reducer_of(part) != self.me.island and self.draws.random() < rate
+        ]
 
     @property
     def stalled_by(self) -> str | None:
@@ -102,7 +116,9 @@ class Auditor:
         islands = {island for island, count in self.awaited.items() if count}
         return min(islands) if len(islands) == 1 else None
 
-    async def _audit(self, plan: Plan, part: int, reducer: str, mean: Mean, gate: asyncio.Semaphore) -> None:
+    async def _audit(
+        self, plan: Plan, part: int, reducer: str, mean: Mean, gate: asyncio.Semaphore
+    ) -> None:
         self.awaited[reducer] += 1
         async with gate:
             case = _Case(self, plan, part, reducer, mean.payload)
@@ -114,7 +130,10 @@ class Auditor:
                 # If the attempt is over or the reducer is lost, this becomes known within this time
                 # and ends the audit.
                 await asyncio.sleep(PING_SECONDS + self.deadlines.limit("call"))
-                text = f"island {reducer!r} does not show the payloads of part {part}, which it reduced: {error}"
+                text = (
+                    f"island {reducer!r} does not show the payloads of part {part}, which it "
+                    f"reduced: {error}"
+                )
                 raise AuditError(reducer, text, is_wrong=False) from None
         self.awaited[reducer] -= 1
 
@@ -136,14 +155,18 @@ class _Case:
         """
         request = StatementRequest(plan=self.plan.id, part=self.part)
         longest = STATEMENT_BYTES * (4 + len(self.plan.contributors))
-        statement = await receive(Statement, await self._call("statement", request.encode(), longest, bulk=False))
+        statement = await receive(
+            Statement, await self._call("statement", request.encode(), longest, bulk=False)
+        )
         await asyncio.to_thread(self._check_statement, statement)
         shown = []
         for contributor, signed in zip(self.plan.contributors, statement.payloads, strict=True):
             shown.append(await self._fetch(contributor.island, signed.digest))
         recomputed = await asyncio.to_thread(self._recompute, shown)
         if not torch.equal(recomputed, self.mean):
-            raise self._wrong("is not the mean of the payloads that it received, as it shows them itself")
+            raise self._wrong(
+                "is not the mean of the payloads that it received, as it shows them itself"
+            )
 
     def _check_statement(self, statement: Statement) -> None:
         """Raise AuditError unless the statement is about the mean that was sent, and about
@@ -171,9 +194,15 @@ class _Case:
         request = PayloadRequest(plan=self.plan.id, part=self.part, island=island)
         longest = max(SHORT_BYTES, self.auditor.payloads.num_bytes(self.part, of_mean=False))
         body = await self._call("shown", request.encode(), longest, bulk=True)
-        payload = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+        payload = (
+            torch.frombuffer(bytearray(body), dtype=torch.uint8)
+            if body
+            else torch.empty(0, dtype=torch.uint8)
+        )
         if await asyncio.to_thread(digest_of, payload) != digest:
-            raise MessageError(f"the payload that it shows of island {island!r} is not the one that it has signed")
+            raise MessageError(
+                f"the payload that it shows of island {island!r} is not the one that it has signed"
+            )
         return payload
 
     def _recompute(self, shown: list[torch.Tensor]) -> torch.Tensor:

@@ -1,10 +1,12 @@
-"""Error feedback: the coding error of a part is kept and sent with the part's next payload (SparseLoCo, 2508.15706).
+"""Error feedback: the coding error of a part is kept and sent with the part's next payload
+(SparseLoCo, 2508.15706).
 
     a = value + decay * e      the payload encodes a, and decodes to s
     e <- a - s                 when the round commits, never before
 
-An island keeps residuals e of its own pseudo-gradients, and of the means that it encodes as their reducer. They belong
-to one island and its parts: a joiner starts without any, and they follow the parts when an island's mesh changes.
+An island keeps residuals e of its own pseudo-gradients, and of the means that it encodes as their
+reducer. They belong to one island and its parts: a joiner starts without any, and they follow the
+parts when an island's mesh changes.
 """
 
 from collections.abc import Mapping
@@ -15,7 +17,9 @@ from outer.codecs.base import Codec
 
 
 class ErrorFeedback:
-    """Residuals (1-D fp32, by part) of one rank. Several threads may encode different parts of one attempt."""
+    """Residuals (1-D fp32, by part) of one rank. Several threads may encode different parts of one
+    attempt.
+    """
 
     def __init__(self, decay: float) -> None:
         self._decay = decay

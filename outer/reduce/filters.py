@@ -18,10 +18,12 @@ Histories = Mapping[str, History]
 
 
 class OutlierFilters:
-    """The filters of one rank, with the norm histories of the parts that it reduces (for `max_norm_zscore`).
+    """The filters of one rank, with the norm histories of the parts that it reduces (for
+    `max_norm_zscore`).
 
-    A part's histories are kept only while this rank reduces the part in every round that sends it, and only for the
-    participants of the last plan. Norms that were left out, or whose attempt did not commit, do not enter them.
+    A part's histories are kept only while this rank reduces the part in every round that sends it,
+    and only for the participants of the last plan. Norms that were left out, or whose attempt did
+    not commit, do not enter them.
     """
 
     def __init__(self, config: MergeConfig) -> None:
@@ -40,7 +42,9 @@ class OutlierFilters:
             # After missed rounds the histories are outdated, because other islands have reduced
             # these parts since then.
             self.histories.clear()
-        attempt = AttemptFilters(self._config, dict(self.histories), frozenset(participants), bound=self.bound)
+        attempt = AttemptFilters(
+            self._config, dict(self.histories), frozenset(participants), bound=self.bound
+        )
         self._pending = attempt.noted
         return attempt
 
@@ -91,11 +95,15 @@ class AttemptFilters:
             return find_outliers(parts, weights, last, self.config)
         known = self.histories.get(part, {})
         norms = {i: norm(parts[i]) for i, weight in enumerate(weights) if weight > 0}
-        anomalous = {i for i, length in norms.items() if is_anomalous(known.get(names[i]), length, bound)}
+        anomalous = {
+            i for i, length in norms.items() if is_anomalous(known.get(names[i]), length, bound)
+        }
         is_outlier = find_outliers(parts, weights, last, self.config, anomalous)
         passed = [i for i in norms if not is_outlier[i]]
         updated = {names[i]: update_history(known.get(names[i]), norms[i]) for i in passed}
-        self.noted[part] = {name: h for name, h in known.items() if name in self.participants} | updated
+        self.noted[part] = {
+            name: h for name, h in known.items() if name in self.participants
+        } | updated
         return is_outlier
 
 
@@ -122,7 +130,9 @@ def find_outliers(
     return [index in failed for index in range(len(parts))]
 
 
-def _find_too_long(parts: Sequence[torch.Tensor], weighted: list[int], max_ratio: float | None) -> set[int]:
+def _find_too_long(
+    parts: Sequence[torch.Tensor], weighted: list[int], max_ratio: float | None
+) -> set[int]:
     """Return the participants whose norm exceeds max_ratio x the median norm; none if most norms
     are zero.
     """
@@ -136,7 +146,10 @@ def _find_too_long(parts: Sequence[torch.Tensor], weighted: list[int], max_ratio
 
 
 def _find_turned_away(
-    parts: Sequence[torch.Tensor], weighted: list[int], last: torch.Tensor | None, min_cosine: float | None
+    parts: Sequence[torch.Tensor],
+    weighted: list[int],
+    last: torch.Tensor | None,
+    min_cosine: float | None,
 ) -> set[int]:
     """Return the participants whose cosine with the last mean is below min_cosine. A part of
     zeros passes.
@@ -145,4 +158,8 @@ def _find_turned_away(
         return set()
     # Compared without a division, because either norm may be zero. Then both sides are zero.
     bound = min_cosine * norm(last)
-    return {index for index in weighted if inner_product(parts[index], last) < bound * norm(parts[index])}
+    return {
+        index
+        for index in weighted
+        if inner_product(parts[index], last) < bound * norm(parts[index])
+    }

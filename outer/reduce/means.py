@@ -32,14 +32,16 @@ def encode_mean_of(
 
     Experts that no contributor has sent a token to have the mean 0 (`outer.merge.experts: routed`).
     Buffers are merged by the rule only if its result lies between the islands' values; otherwise by
-    the mean. `encoded` are the payloads of the plan's contributors, in its order. `last` is the last
-    committed mean of the part, if a rule needs it. Raises PoisonError.
+    the mean. `encoded` are the payloads of the plan's contributors, in its order. `last` is the
+    last committed mean of the part, if a rule needs it. Raises PoisonError.
     """
     names = [p.island for p in plan.contributors]
     tokens = tokens_of(payloads.bounds(part), plan.contributors)
     # Values are decoded one part at a time. A merge rule that needs all parts at once collects them
     # itself.
-    values = (payloads.decode(part, payload, name) for payload, name in zip(encoded, names, strict=True))
+    values = (
+        payloads.decode(part, payload, name) for payload, name in zip(encoded, names, strict=True)
+    )
     filtered: list[str] = []
     lengths: dict[str, float] = {}
     if filters.config.refuses_payloads and filters.bound is not None:
@@ -55,11 +57,15 @@ def encode_mean_of(
     if payloads.bounds(part).count is not None and not any(tokens):
         mean = weighted(values, [0.0] * len(weights), None)
     elif payloads.is_buffer(part):
-        mean = _merge_buffers(list(values), weights, merge if filters.config.rule in BETWEEN_RULES else weighted)
+        mean = _merge_buffers(
+            list(values), weights, merge if filters.config.rule in BETWEEN_RULES else weighted
+        )
     else:
         mean = merge(values, weights, last)
     if filters.bound is not None:
-        payloads.refuse_too_long(part, {k: v for k, v in lengths.items() if k not in filtered}, filters.bound)
+        payloads.refuse_too_long(
+            part, {k: v for k, v in lengths.items() if k not in filtered}, filters.bound
+        )
     try:
         return payloads.encode_mean(part, mean), filtered
     except NonFiniteError as error:
@@ -73,11 +79,15 @@ def tokens_of(part: Part, contributors: Sequence[Ready]) -> list[int]:
     return [each.expert_tokens if part.is_experts else each.weight for each in contributors]
 
 
-def _merge_buffers(parts: Sequence[torch.Tensor], weights: Sequence[float], merge: Merge) -> torch.Tensor:
+def _merge_buffers(
+    parts: Sequence[torch.Tensor], weights: Sequence[float], merge: Merge
+) -> torch.Tensor:
     return hold_between(merge(parts, weights, None), parts, weights)
 
 
-def _measure(values: Iterable[torch.Tensor], names: Sequence[str], lengths: dict[str, float]) -> Iterator[torch.Tensor]:
+def _measure(
+    values: Iterable[torch.Tensor], names: Sequence[str], lengths: dict[str, float]
+) -> Iterator[torch.Tensor]:
     """Yield the values unchanged, and store their norms in `lengths`."""
     for each, name in zip(values, names, strict=True):
         lengths[name] = fast_norm(each)

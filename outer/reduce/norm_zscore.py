@@ -1,10 +1,13 @@
-"""Finds parts whose norm is far above the participant's recent norms: EDiT's filter (2412.07210), part by part.
+"""Finds parts whose norm is far above the participant's recent norms: EDiT's filter (2412.07210),
+part by part.
 
-    delta = norm - mean      mean <- mean + alpha delta      variance <- (1 - alpha) (variance + alpha delta^2)
+    delta = norm - mean      mean <- mean + alpha delta      variance <- (1 - alpha) (variance +
+                             alpha delta^2)
 
-z = delta / sqrt(variance). After WARM_UP norms, a norm is an anomaly if z > bound x max(1, standard deviation of
-recent z). The mean and variance of z follow the same rule, and the mean starts at the first norm. The authors' code
-keeps a window of z and starts at zero, which widens the variance for longer than the warm-up.
+z = delta / sqrt(variance). After WARM_UP norms, a norm is an anomaly if z > bound x max(1, standard
+deviation of recent z). The mean and variance of z follow the same rule, and the mean starts at the
+first norm. The authors' code keeps a window of z and starts at zero, which widens the variance for
+longer than the warm-up.
 """
 
 from math import isfinite, sqrt
@@ -18,7 +21,9 @@ ALPHA = 0.02
 WARM_UP = 120
 """Number of norms that are recorded before the first one is judged."""
 LEAST_SPREAD = 1e-6
-"""Smallest standard deviation, relative to the mean; norms closer than this differ only by rounding."""
+"""Smallest standard deviation, relative to the mean; norms closer than this differ only by
+rounding.
+"""
 
 
 class History(NamedTuple):
@@ -69,7 +74,10 @@ def to_tensor(history: History) -> torch.Tensor:
 def parse_history(values: torch.Tensor) -> History:
     """Read a history from a checkpoint's tensor. Raises InputError if the values are not valid."""
     found = History(*values.tolist())
-    if not all(map(isfinite, found)) or min(found.count, found.mean, found.variance, found.z_variance) < 0:
+    if (
+        not all(map(isfinite, found))
+        or min(found.count, found.mean, found.variance, found.z_variance) < 0
+    ):
         raise InputError(f"the checkpoint's history of a part's norms is not valid: {found}")
     return found
 

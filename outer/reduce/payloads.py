@@ -62,7 +62,10 @@ class Payloads:
     def longest(self) -> int:
         """Return the size in bytes of the longest payload, means included."""
         parts = range(len(self._space.parts))
-        return max((self.num_bytes(part, of_mean=of_mean) for part in parts for of_mean in (False, True)), default=0)
+        return max(
+            (self.num_bytes(part, of_mean=of_mean) for part in parts for of_mean in (False, True)),
+            default=0,
+        )
 
     def check_own(self, part: int, values: torch.Tensor) -> None:
         """Raise OuterError if this rank's own values are not possible for the part's kind of
@@ -70,11 +73,14 @@ class Payloads:
         """
         if (index := first_negative(values, self._space.parts[part].kind)) is not None:
             raise OuterError(
-                f"{self._name(part, index)!r} holds {values[index]}, but a mean of squares is never below 0"
+                f"{self._name(part, index)!r} holds {values[index]}, but a mean of squares is "
+                "never below 0"
             )
 
     def encode(self, part: int, values: torch.Tensor) -> torch.Tensor:
-        """Encode this rank's own pseudo-gradient, with error feedback. Raises OuterError if it is not finite."""
+        """Encode this rank's own pseudo-gradient, with error feedback. Raises OuterError if it is
+        not finite.
+        """
         bounds = self._space.parts[part]
         codec = self._codecs.codec_for(bounds)
         try:
@@ -91,7 +97,11 @@ class Payloads:
         codec = self._codecs.mean_codec_for(bounds)
         # A mean that every participant computes must not depend on the residuals of one
         # participant.
-        if self._mean_feedback is None or self.are_gathered(part) or not self._codecs.has_feedback(bounds):
+        if (
+            self._mean_feedback is None
+            or self.are_gathered(part)
+            or not self._codecs.has_feedback(bounds)
+        ):
             return codec.encode(mean)
         return self._mean_feedback.encode(part, mean, codec)
 
@@ -105,7 +115,11 @@ class Payloads:
         return Mean(self._decode(part, payload, reducer, codec), payload)
 
     def find_overflow(
-        self, part: int, payloads: Sequence[torch.Tensor], senders: Sequence[str], error: NonFiniteError
+        self,
+        part: int,
+        payloads: Sequence[torch.Tensor],
+        senders: Sequence[str],
+        error: NonFiniteError,
     ) -> PoisonError:
         """Return the error for a mean that overflowed although its inputs are finite. It blames
         the sender of the largest input.
@@ -126,8 +140,10 @@ class Payloads:
         if (name := bound.find_too_long(kind, lengths)) is not None:
             raise PoisonError(
                 name,
-                f"a payload of {self._describe(part)} with a norm of {lengths[name]:.3g}; by this island's pseudo-"
-                f"gradients, now and of late, {bound.limit(kind):.3g} is the most (outer.merge.refuse_norm_ratio)",
+                f"a payload of {self._describe(part)} with a norm of {lengths[name]:.3g}; by this "
+                "island's pseudo-"
+                f"gradients, now and of late, {bound.limit(kind):.3g} is the most "
+                "(outer.merge.refuse_norm_ratio)",
             )
 
     def _decode(self, part: int, payload: torch.Tensor, sender: str, codec: Codec) -> torch.Tensor:
@@ -138,7 +154,9 @@ class Payloads:
                 raise MessageError(f"a second moment of {values[index]}, which must not be below 0")
             return values
         except MessageError as error:
-            raise PoisonError(sender, f"a payload of {self._describe(part)} that is refused: {error}") from None
+            raise PoisonError(
+                sender, f"a payload of {self._describe(part)} that is refused: {error}"
+            ) from None
 
     def _describe(self, part: int) -> str:
         """Return the names of the first and the last parameter in the part."""

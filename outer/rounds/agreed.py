@@ -56,16 +56,26 @@ RESUME_SECONDS = 60.0
 continues without them."""
 DONOR_WAIT_SECONDS = 10.0
 """How long an island that must not begin a run waits for an island that can provide a state."""
-NOBODY_TO_JOIN = "this island joins a run, but finds no island that has committed a round and can provide its state"
+NOBODY_TO_JOIN = (
+    "this island joins a run, but finds no island that has committed a round and can "
+    "provide its state"
+)
 FINISH_SECONDS = 60.0
 """How long an island that has the last round stays for live islands that do not have it yet."""
 
 
 class AgreedAverager:
-    """Implements `outer.rounds.averager.Averager`. Every rank of the island builds it and makes the same calls."""
+    """Implements `outer.rounds.averager.Averager`. Every rank of the island builds it and makes the
+    same calls.
+    """
 
     def __init__(
-        self, runner: RoundRunner, catch_up: CatchUp, incarnation: str, start_islands: int, settings: LoopSettings
+        self,
+        runner: RoundRunner,
+        catch_up: CatchUp,
+        incarnation: str,
+        start_islands: int,
+        settings: LoopSettings,
     ) -> None:
         self.runner = runner
         self.hooks = runner.hooks
@@ -127,12 +137,19 @@ class AgreedAverager:
             # in the first attempts.
             names = {name for report in reports[-MAX_ATTEMPTS:] for name in report.participants}
             if len(reports) >= MAX_ATTEMPTS and len(names) <= 2:
-                failed = f"round {reports[-1].round} of {' and '.join(sorted(names))} was aborted {len(reports)} times"
+                failed = (
+                    f"round {reports[-1].round} of {' and '.join(sorted(names))} was aborted "
+                    f"{len(reports)} times"
+                )
                 raise OuterError(f"{failed} in a row, the last time because: {reports[-1].cause}")
             if len(reports) >= ROTATE_AFTER and len(reports[-1].participants) > 1:
                 num_failures = len(reports) - ROTATE_AFTER + 1
                 self.event_loop.sleep(
-                    backoff(num_failures, first_seconds=FIRST_PAUSE_SECONDS, max_seconds=MAX_PAUSE_SECONDS)
+                    backoff(
+                        num_failures,
+                        first_seconds=FIRST_PAUSE_SECONDS,
+                        max_seconds=MAX_PAUSE_SECONDS,
+                    )
                 )
             reports.append(self.runner.attempt(contribution))
             if not reports[-1].is_committed:
@@ -144,7 +161,9 @@ class AgreedAverager:
         taken = self._take_state()
         if taken is None:
             return None
-        return TakenState(taken.base_digest, contains_own=self._incarnation in taken.description.included)
+        return TakenState(
+            taken.base_digest, contains_own=self._incarnation in taken.description.included
+        )
 
     def announce(self) -> None:
         self.runner.update_status(is_coming=True)
@@ -179,7 +198,9 @@ class AgreedAverager:
         """
         if not self._joins:
             return self._leader.wait_for_donors(0.0, 1 << 62)
-        return self._leader.wait_to_join(DONOR_WAIT_SECONDS, self.runner.pace.deadlines.initial_seconds)
+        return self._leader.wait_to_join(
+            DONOR_WAIT_SECONDS, self.runner.pace.deadlines.initial_seconds
+        )
 
     def _meet_again(self) -> bool:
         """Enter from a checkpoint: wait for the others and take the surviving state. Return whether
@@ -193,7 +214,9 @@ class AgreedAverager:
         deadline = self.event_loop.time() + RESUME_SECONDS
         has_taken = False
         is_going_on = False
-        while not is_going_on and self.runner.replica.ranks.on_leader(partial(self._is_behind, deadline)):
+        while not is_going_on and self.runner.replica.ranks.on_leader(
+            partial(self._is_behind, deadline)
+        ):
             if (taken := self._take_state()) is not None:
                 is_going_on = bool(taken.description.included)
                 has_taken = True
@@ -243,7 +266,9 @@ def build_agreed_averager(
     hooks = settings.hooks
     me = Endpoint(identity.island, ranks.rank)
     donor = Donor(replica.carried, network.messenger, partial(hooks.reached, "donate"))
-    attempts = build_attempts(config, replica.codecs, me, replica.space, network, pace.deadlines, hooks)
+    attempts = build_attempts(
+        config, replica.codecs, me, replica.space, network, pace.deadlines, hooks
+    )
     addresses = ranks.gather((network.transport.address, network.messenger.address))
     recent = RecentLengths(config.merge.refuse_norm_ratio, me.island)
     leader = None
@@ -252,7 +277,16 @@ def build_agreed_averager(
         own = identity.config_hash, identity.text
         peers = Peers(me.island, network.messenger, network.membership, pace.deadlines, *own)
         driver = _build_driver(config, me.island, replica, settings, network, peers, attempts)
-        leader = Leader(identity, addresses, replica, driver, network.membership, event_loop, donor, settings.link_kbit)
+        leader = Leader(
+            identity,
+            addresses,
+            replica,
+            driver,
+            network.membership,
+            event_loop,
+            donor,
+            settings.link_kbit,
+        )
         leader.loss_scale = settings.loss_scale
     else:
         network.messenger.serve("vote", attempts.on_vote)
@@ -261,7 +295,9 @@ def build_agreed_averager(
         replica=replica,
         cursor=cursor,
         pace=pace,
-        reduce=IslandReduce(identity.island, replica, attempts, event_loop, network.rejections, donor, recent),
+        reduce=IslandReduce(
+            identity.island, replica, attempts, event_loop, network.rejections, donor, recent
+        ),
         leader=leader,
         names=network.names,
         hooks=hooks,
@@ -269,22 +305,36 @@ def build_agreed_averager(
         share=1 / config.start_islands,
     )
 
-    build_download = partial(_build_download, config, identity.config_hash, replica, network, settings)
+    build_download = partial(
+        _build_download, config, identity.config_hash, replica, network, settings
+    )
 
     def build_choice() -> DonorChoice:
         assert leader is not None, "only the leader chooses donors"
-        return DonorChoice(leader.find_donors, event_loop.time, leader.disbelieve, leader.believe, identity.incarnation)
+        return DonorChoice(
+            leader.find_donors,
+            event_loop.time,
+            leader.disbelieve,
+            leader.believe,
+            identity.incarnation,
+        )
 
     def tell(is_coming: bool) -> None:
         runner.update_status(is_coming=is_coming)
 
     check = believe_all if leader is None else leader.check
-    catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(is_ahead, replica), check, tell)
+    catch_up = CatchUp(
+        replica, build_download, event_loop, build_choice, partial(is_ahead, replica), check, tell
+    )
     return AgreedAverager(runner, catch_up, identity.incarnation, config.start_islands, settings)
 
 
 def _build_download(
-    config: OuterConfig, config_hash: str, replica: Replica, network: Network, settings: LoopSettings
+    config: OuterConfig,
+    config_hash: str,
+    replica: Replica,
+    network: Network,
+    settings: LoopSettings,
 ) -> Download:
     """Build a download of the parts that this rank carries. Parts that have arrived are kept in
     `settings.cache_dir`.

@@ -24,11 +24,12 @@ class TakenState:
 
 
 class Averager(Protocol):
-    """Turns this island's pseudo-gradient into a commit of its replica, together with other islands.
+    """Turns this island's pseudo-gradient into a commit of its replica, together with other
+    islands.
 
-    `AgreedAverager` (agreed.py) commits one mean on all participants of a plan or on none; `GossipAverager`
-    (outer/gossip/averager.py) averages with a few partners. Every rank of the island makes the same calls in the same
-    order. The outer loop (outer/loop.py) uses it like this:
+    `AgreedAverager` (agreed.py) commits one mean on all participants of a plan or on none;
+    `GossipAverager` (outer/gossip/averager.py) averages with a few partners. Every rank of the
+    island makes the same calls in the same order. The outer loop (outer/loop.py) uses it like this:
 
         averager.enter()                                    once
         reports = averager.run(Contribution(snapshot))      every round, in a background thread

@@ -15,7 +15,11 @@ class BackgroundRound:
     """
 
     def __init__(
-        self, averager: Averager, snapshot: Snapshot, worker: Worker, earlier: EarlierState | None = None
+        self,
+        averager: Averager,
+        snapshot: Snapshot,
+        worker: Worker,
+        earlier: EarlierState | None = None,
     ) -> None:
         """Start the round. `earlier`: the state to which this island would go back instead,
         together with others.

@@ -1,12 +1,16 @@
-"""The outer loop's part of an island's checkpoint: tensors by part, so that any mesh of the island can load it.
+"""The outer loop's part of an island's checkpoint: tensors by part, so that any mesh of the island
+can load it.
 
     outer/params/<part>          global params, fp32
     outer/momentum/<part>        momentum of the outer optimizer, fp32
-    outer/pushes/<part>          one number: pushes of Delayed Nesterov since the momentum moved the part
+    outer/pushes/<part>          one number: pushes of Delayed Nesterov since the momentum moved the
+                                 part
     outer/residual/<part>        error feedback of the pseudo-gradients that this island encoded
     outer/mean_residual/<part>   error feedback of the means that it encoded as their reducer
-    outer/last_mean/<part>       the mean of the part's last round, where a merge rule or a filter uses it
-    outer/norms/<part>/<island>  running norms of a participant's parts (outer/reduce/norm_zscore.py), fp64
+    outer/last_mean/<part>       the mean of the part's last round, where a merge rule or a filter
+                                 uses it
+    outer/norms/<part>/<island>  running norms of a participant's parts
+                                 (outer/reduce/norm_zscore.py), fp64
 
 Residuals and norms are this island's own; no other island ever receives them.
 """
@@ -26,7 +30,15 @@ from outer.config import MergeConfig
 from outer.errors import InputError
 from outer.leases.ranges import MAX_UNIT
 from outer.network.endpoints import ISLAND_NAME
-from outer.network.messages import MAX_PARTS, MAX_ROUND, MAX_TOKENS, Digest, Message, PartNumber, UnknownFieldError
+from outer.network.messages import (
+    MAX_PARTS,
+    MAX_ROUND,
+    MAX_TOKENS,
+    Digest,
+    Message,
+    PartNumber,
+    UnknownFieldError,
+)
 from outer.reduce.error_feedback import ErrorFeedback
 from outer.reduce.filters import Histories, OutlierFilters
 from outer.reduce.norm_zscore import History, parse_history, to_tensor
@@ -81,9 +93,15 @@ class SavedFacts(Message):
     """Fingerprint of the canonical space, which decides the part of each element."""
     weights: list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]] = Field(max_length=MAX_PARTS)
     """Tokens trained on since each fragment was last sent."""
-    expert_weights: list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]] = Field(default=[], max_length=MAX_PARTS)
-    """Tokens trained on since each fragment's experts were last sent. Empty in older checkpoints."""
-    counted: list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]] = Field(default=[], max_length=MAX_PARTS)
+    expert_weights: list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]] = Field(
+        default=[], max_length=MAX_PARTS
+    )
+    """Tokens trained on since each fragment's experts were last sent. Empty in older
+    checkpoints.
+    """
+    counted: list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]] = Field(
+        default=[], max_length=MAX_PARTS
+    )
     """How often each group of experts was chosen since it was last sent."""
     last_rounds: list[tuple[PartNumber, Annotated[int, Field(ge=0, lt=MAX_ROUND)]]] = Field(
         default=[], max_length=MAX_PARTS
@@ -100,17 +118,24 @@ def collect_tensors(replica: Replica, memory: RoundMemory) -> dict[str, torch.Te
     """Return this rank's tensors by name. They are not copies: copy them before the next round."""
     tensors = {f"{PARAMS}{i}": values for i, values in replica.carried.parts.items()}
     tensors |= {f"{MOMENTUM}{i}": values for i, values in replica.carried.momentum.items()}
-    tensors |= {f"{PUSHES}{i}": torch.tensor([float(number)]) for i, number in replica.carried.pushes.items()}
+    tensors |= {
+        f"{PUSHES}{i}": torch.tensor([float(number)])
+        for i, number in replica.carried.pushes.items()
+    }
     for prefix, feedback in zip(RESIDUALS, memory.feedbacks, strict=False):
         tensors |= {f"{prefix}{i}": values for i, values in feedback.residuals.items()}
     for _, means in memory.last_means.values():
         tensors |= {f"{LAST_MEAN}{i}": mean.values for i, mean in means.items()}
     for i, by_island in memory.filters.histories.items():
-        tensors |= {f"outer/norms/{i}/{island}": to_tensor(history) for island, history in by_island.items()}
+        tensors |= {
+            f"outer/norms/{i}/{island}": to_tensor(history) for island, history in by_island.items()
+        }
     return tensors
 
 
-def allocate(replica: Replica, memory: RoundMemory, saved: Collection[str]) -> dict[str, torch.Tensor]:
+def allocate(
+    replica: Replica, memory: RoundMemory, saved: Collection[str]
+) -> dict[str, torch.Tensor]:
     """Return zero tensors to load into, for the `saved` names that belong to parts this rank
     carries now.
     """
@@ -121,11 +146,17 @@ def allocate(replica: Replica, memory: RoundMemory, saved: Collection[str]) -> d
         for prefix in wanted
     }
     rooms |= {f"{PUSHES}{index}": torch.zeros(1) for index in replica.carried.pushes}
-    rooms |= {name: to_tensor(History(0, 0)) for name in saved if _part_of_norms(name) in replica.carried.parts}
+    rooms |= {
+        name: to_tensor(History(0, 0))
+        for name in saved
+        if _part_of_norms(name) in replica.carried.parts
+    }
     return {name: room for name, room in rooms.items() if name in saved}
 
 
-def restore(replica: Replica, memory: RoundMemory, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]) -> None:
+def restore(
+    replica: Replica, memory: RoundMemory, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]
+) -> None:
     """Restore global state, residuals and norms; local params do not change. Every rank calls it
     together.
 
@@ -144,14 +175,17 @@ def restore(replica: Replica, memory: RoundMemory, facts: SavedFacts, tensors: M
     memory.filters.load(_histories(tensors), facts.position.round)
 
 
-def read_earlier(replica: Replica, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]) -> EarlierState:
+def read_earlier(
+    replica: Replica, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]
+) -> EarlierState:
     """Return the saved global state without changing anything. Every rank calls it together.
 
     Raises InputError like `restore`.
     """
     if facts.fingerprint != replica.space.fingerprint:
         raise InputError(
-            "the checkpoint's parts have other boundaries: it is of a run with another model, outer.codec, "
+            "the checkpoint's parts have other boundaries: it is of a run with another model, "
+            "outer.codec, "
             "outer.part_elements or outer.fragments"
         )
     _check_finite(tensors)
@@ -169,12 +203,19 @@ def read_earlier(replica: Replica, facts: SavedFacts, tensors: Mapping[str, torc
     parts_digest = replica.combine(digests, replica.ranks)
     digest = state_digest(parts_digest, facts.position.ledger.text)
     if digest != facts.digest:
-        raise InputError(f"the checkpoint's global params have the digest {digest}, expected {facts.digest}")
+        raise InputError(
+            f"the checkpoint's global params have the digest {digest}, expected {facts.digest}"
+        )
     return EarlierState(number, parts_digest, parts)
 
 
 def build_facts(
-    replica: Replica, memory: RoundMemory, pending: PendingProgress, share: float, units: int, proof: Proof
+    replica: Replica,
+    memory: RoundMemory,
+    pending: PendingProgress,
+    share: float,
+    units: int,
+    proof: Proof,
 ) -> dict[str, object]:
     """Return the facts to save beside `collect_tensors`, as JSON values."""
     facts = SavedFacts(
@@ -184,7 +225,9 @@ def build_facts(
         weights=pending.weights,
         expert_weights=pending.expert_weights,
         counted=list(pending.counted.values()),
-        last_rounds=[(fragment, number) for fragment, (number, _) in sorted(memory.last_means.items())],
+        last_rounds=[
+            (fragment, number) for fragment, (number, _) in sorted(memory.last_means.items())
+        ],
         share=share,
         units=units,
         proof=proof,
@@ -206,9 +249,13 @@ def parse_facts(values: object) -> SavedFacts:
         return SavedFacts.model_validate(values, strict=False)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        raise InputError(f"the checkpoint's facts of the outer loop are not readable: {problem}") from None
+        raise InputError(
+            f"the checkpoint's facts of the outer loop are not readable: {problem}"
+        ) from None
     except UnknownFieldError as error:
-        raise InputError(f"the checkpoint's facts of the outer loop are not readable: {error}") from None
+        raise InputError(
+            f"the checkpoint's facts of the outer loop are not readable: {error}"
+        ) from None
 
 
 def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -226,7 +273,9 @@ def _parse_pushes(values: torch.Tensor) -> int:
     """
     number = float(values.item())
     if not number.is_integer() or not 0 <= number < MAX_GIVEN:
-        raise InputError(f"the checkpoint's number of pushes is {number}, 0 to {MAX_GIVEN - 1} are possible")
+        raise InputError(
+            f"the checkpoint's number of pushes is {number}, 0 to {MAX_GIVEN - 1} are possible"
+        )
     return int(number)
 
 
@@ -250,4 +299,8 @@ def _part_of_norms(name: str) -> int | None:
 
 
 def _by_part(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    return {int(name.removeprefix(prefix)): values for name, values in tensors.items() if name.startswith(prefix)}
+    return {
+        int(name.removeprefix(prefix)): values
+        for name, values in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -11,7 +11,14 @@ import torch
 
 from outer.agreement.messages import Plan
 from outer.audits.distrust import Distrust
-from outer.errors import AuditError, DeadlineError, OuterError, PoisonError, StalledError, TransportError
+from outer.errors import (
+    AuditError,
+    DeadlineError,
+    OuterError,
+    PoisonError,
+    StalledError,
+    TransportError,
+)
 from outer.merges.bound import LEAST_PARTICIPANTS, RecentLengths, scale_to
 from outer.merges.geometry import dot, sum_of_squares
 from outer.network.event_loop import EventLoop
@@ -25,7 +32,8 @@ from outer.transfer.donor import Donor
 log = logging.getLogger(__name__)
 
 ASK_THE_OPERATOR = (
-    "With two islands it cannot be told which of them is wrong, so nothing is committed. Compare their losses: restart "
+    "With two islands it cannot be told which of them is wrong, so nothing is committed. Compare "
+    "their losses: restart "
     "the one whose loss has blown up, or put its name into the file 'banned' of the other's folder"
 )
 
@@ -42,17 +50,23 @@ class ReduceResult:
     cause: str | None = None
     """The reason why the reduce failed on one of the ranks; None if it succeeded."""
     at_fault: str | None = None
-    """The island whose payload, mean or pseudo-gradient could not be used; None if the network failed."""
+    """The island whose payload, mean or pseudo-gradient could not be used; None if the network
+    failed.
+    """
     _: KW_ONLY
     num_audited: int = 0
     """Number of parts that all ranks of the island have audited."""
     norm: float = 0.0
-    """L2 norm of the pseudo-gradient over all ranks of the island, without moments; 0 if the island observed."""
+    """L2 norm of the pseudo-gradient over all ranks of the island, without moments; 0 if the island
+    observed.
+    """
     mean_norm: float | None = None
     """L2 norm of the mean over all ranks of the island, without moments; None if there is no
     mean."""
     cosine: float | None = None
-    """Cosine of the angle between the island's pseudo-gradient and the mean; None if one of them is 0 or missing."""
+    """Cosine of the angle between the island's pseudo-gradient and the mean; None if one of them is
+    0 or missing.
+    """
     is_stalled: bool = False
     """Whether the reduce took too long on a rank that cannot identify a single island as the
     cause."""
@@ -119,12 +133,22 @@ class IslandReduce:
         num_audited = sum(outcome.num_audited for outcome in outcomes)
         if all(outcome.cause is None for outcome in outcomes):
             mean_norm, cosine = compare_with_mean(norm, [outcome.products for outcome in outcomes])
-            if refused := self._find_too_long(plan, mean_norm, max(outcome.longest for outcome in outcomes)):
-                return ReduceResult(means, *refused, num_audited=num_audited, norm=norm, mean_norm=mean_norm)
-            return ReduceResult(means, num_audited=num_audited, norm=norm, mean_norm=mean_norm, cosine=cosine)
-        return self._find_fault(plan, outcomes, ReduceResult(means, num_audited=num_audited, norm=norm))
+            if refused := self._find_too_long(
+                plan, mean_norm, max(outcome.longest for outcome in outcomes)
+            ):
+                return ReduceResult(
+                    means, *refused, num_audited=num_audited, norm=norm, mean_norm=mean_norm
+                )
+            return ReduceResult(
+                means, num_audited=num_audited, norm=norm, mean_norm=mean_norm, cosine=cosine
+            )
+        return self._find_fault(
+            plan, outcomes, ReduceResult(means, num_audited=num_audited, norm=norm)
+        )
 
-    def _find_fault(self, plan: Plan, outcomes: Sequence["_Outcome"], result: ReduceResult) -> ReduceResult:
+    def _find_fault(
+        self, plan: Plan, outcomes: Sequence["_Outcome"], result: ReduceResult
+    ) -> ReduceResult:
         """Return the result of an attempt that failed on some ranks, with the cause and the
         island at fault.
         """
@@ -133,7 +157,9 @@ class IslandReduce:
         # others reported.
         worst = min(failed, key=lambda o: o.rank_of_fault(self.island))
         if worst.at_fault is not None and worst.at_fault != self.island:
-            self.rejections.add(worst.at_fault, "mean" if worst.is_audit else "payload", worst.cause or "")
+            self.rejections.add(
+                worst.at_fault, "mean" if worst.is_audit else "payload", worst.cause or ""
+            )
             if worst.is_audit:
                 log.warning("round %d attempt %d: %s", plan.round, plan.attempt, worst.cause)
                 self.distrust.note(plan.round, worst.at_fault, is_wrong=worst.is_wrong_mean)
@@ -152,20 +178,31 @@ class IslandReduce:
         replica = self.replica
         fragment = self.replica.space.content_of(plan.round)
         own = dict[str, float]()
-        kinds = {replica.space.part_groups[group].kind for group in replica.space.part_groups_in(plan.round)}
+        kinds = {
+            replica.space.part_groups[group].kind
+            for group in replica.space.part_groups_in(plan.round)
+        }
         if not self.recent.knows(fragment, kinds):
-            own = self._scale(plan, lengths_of(replica.ranks.background.gather(replica.squares(pseudo_grads))))
+            own = self._scale(
+                plan, lengths_of(replica.ranks.background.gather(replica.squares(pseudo_grads)))
+            )
         self._own = fragment, own
         self.attempts.reducer.filters.bound = self.recent.bound(fragment, own)
 
     def _scale(self, plan: Plan, own: Mapping[str, float]) -> dict[str, float]:
         """Return the L2 norms of this island's contribution. The norms of params and buffers are
-        scaled to the number of tokens of other contributors: both may begin at 0 and grow by the step.
+        scaled to the number of tokens of other contributors: both may begin at 0 and grow by the
+        step.
         """
         scale = scale_to({p.island: p.weight for p in plan.contributors}, self.island)
-        return {kind: length * scale if kind in ("params", "buffer") else length for kind, length in own.items()}
+        return {
+            kind: length * scale if kind in ("params", "buffer") else length
+            for kind, length in own.items()
+        }
 
-    def _find_too_long(self, plan: Plan, mean_norm: float, longest: tuple[float, int]) -> tuple[str, str | None] | None:
+    def _find_too_long(
+        self, plan: Plan, mean_norm: float, longest: tuple[float, int]
+    ) -> tuple[str, str | None] | None:
         """Return why the mean must not be committed, and the island at fault if it is known; None
         if the mean may be committed.
 
@@ -178,13 +215,17 @@ class IslandReduce:
         if mean_norm <= limit or contributors == [self.island]:
             return None
         cause = (
-            f"the mean of round {plan.round} has a norm of {mean_norm:.3g}, and by this island's pseudo-gradients, now "
+            f"the mean of round {plan.round} has a norm of {mean_norm:.3g}, and by this island's "
+            "pseudo-gradients, now "
             f"and of late, {limit:.3g} is the most (outer.merge.refuse_norm_ratio)"
         )
         if len(contributors) < LEAST_PARTICIPANTS:
             suspect = next(name for name in contributors if name != self.island)
             own = self._own[1].get("params", 0.0)
-            cause += f". This island has contributed {own:.3g}, and the rest comes from {suspect!r}. {ASK_THE_OPERATOR}"
+            cause += (
+                f". This island has contributed {own:.3g}, and the rest comes from "
+                f"{suspect!r}. {ASK_THE_OPERATOR}"
+            )
             if self._asked != (plan.round, suspect):
                 log.warning("%s", cause)
             self._asked = plan.round, suspect
@@ -192,7 +233,9 @@ class IslandReduce:
         reducer = Assignment(plan).reducer_of(part)
         return cause, reducer if length > limit and reducer != self.island else None
 
-    def _products(self, part: int, mean: torch.Tensor, pseudo_grad: torch.Tensor | None) -> tuple[float, float]:
+    def _products(
+        self, part: int, mean: torch.Tensor, pseudo_grad: torch.Tensor | None
+    ) -> tuple[float, float]:
         """Return the squared norm of a part's mean, and its scalar product with the
         pseudo-gradient; 0 for moments and buffers.
 
@@ -228,7 +271,9 @@ class IslandReduce:
         cause = None if failure is None else str(failure)
         num_audited = self.attempts.num_audited
         if isinstance(failure, AuditError):
-            return _Outcome(num_audited, cause, failure.peer, is_audit=True, is_wrong_mean=failure.is_wrong)
+            return _Outcome(
+                num_audited, cause, failure.peer, is_audit=True, is_wrong_mean=failure.is_wrong
+            )
         if isinstance(failure, StalledError):
             return _Outcome(num_audited, cause, failure.peer, waits_for_means=failure.of_means)
         if isinstance(failure, PoisonError):
@@ -264,7 +309,12 @@ class _Outcome:
         """Return a sort key among the failed ranks of an island: the lowest key has the most
         certain cause.
         """
-        return self.at_fault != island, self.at_fault is None, not self.is_wrong_mean, self.waits_for_means
+        return (
+            self.at_fault != island,
+            self.at_fault is None,
+            not self.is_wrong_mean,
+            self.waits_for_means,
+        )
 
 
 def lengths_of(squares: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -278,7 +328,9 @@ def add_products(products: Sequence[tuple[float, float]]) -> tuple[float, float]
     return sum(squares for squares, _ in products), sum(each for _, each in products)
 
 
-def compare_with_mean(norm: float, products: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
+def compare_with_mean(
+    norm: float, products: Sequence[tuple[float, float]]
+) -> tuple[float, float | None]:
     """Return the norm of the mean, and its cosine with a pseudo-gradient of this norm, from the
     ranks' `products`.
 

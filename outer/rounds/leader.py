@@ -47,7 +47,9 @@ class Leader:
     loss_scale: Callable[[], int | None] = lambda: None
     """See LoopSettings."""
     _last_proof: Proof | None = field(default=None, init=False)
-    """The proof when this island left. Its state may be saved later, when the event loop is closed."""
+    """The proof when this island left. Its state may be saved later, when the event loop is
+    closed.
+    """
 
     def resume(self, proof: Proof) -> None:
         """Record that the replica holds the state of a checkpoint, which was saved with `proof`.
@@ -56,7 +58,8 @@ class Leader:
         self.event_loop.call(lambda: self._claims.restore(proof))
         # An island that learns that this state is newer than its own may request it at once.
         self.serve_state(included=[])
-        # With `is_coming`, faster islands that resume from their checkpoints, too, wait for this one.
+        # With `is_coming`, faster islands that resume from their checkpoints, too, wait for this
+        # one.
         status = build_status(self.replica, is_coming=True)
         self.event_loop.call(lambda: self.driver.protocol.update_status(status))
 
@@ -97,7 +100,12 @@ class Leader:
         self.driver.protocol.knowledge.check_proof(description.claim, description.proof)
 
     def build_ready(
-        self, snapshot: Snapshot | None, first_unit: int, epoch: str, step_seconds: float, earlier: str | None
+        self,
+        snapshot: Snapshot | None,
+        first_unit: int,
+        epoch: str,
+        step_seconds: float,
+        earlier: str | None,
     ) -> Ready:
         """Return the ready message for a plan, with this snapshot, or (None) as an observer.
 
@@ -165,7 +173,9 @@ class Leader:
 
     def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
         """Return why inner steps should end now, or "". See `ProtocolDriver.interruption`."""
-        return self.event_loop.run(self.driver.interruption(seconds_left, entered_late=entered_late))
+        return self.event_loop.run(
+            self.driver.interruption(seconds_left, entered_late=entered_late)
+        )
 
     def find_donors(self) -> list[Member]:
         """Return the records of the islands that hold the surviving history; empty if this
@@ -195,7 +205,9 @@ class Leader:
         def is_hopeless() -> bool:
             return self._num_islands >= num_expected and not self._has_stragglers
 
-        return wait_for_donors(self.find_donors, self.event_loop, seconds, lambda: self.event_loop.call(is_hopeless))
+        return wait_for_donors(
+            self.find_donors, self.event_loop, seconds, lambda: self.event_loop.call(is_hopeless)
+        )
 
     def wait_to_join(self, seconds: float, first_commit_seconds: float) -> bool:
         """Wait up to `seconds` for donors, longer while other islands are here without a commit.
@@ -206,7 +218,8 @@ class Leader:
             if self.is_alone or self.event_loop.time() >= deadline:
                 return False
             log.warning(
-                "the islands here have committed no round yet: waiting for the first, at most %.0f s; an "
+                "the islands here have committed no round yet: waiting for the first, at most %.0f "
+                "s; an "
                 "island that should begin the run with them must be started without island.joins",
                 first_commit_seconds,
             )
@@ -229,13 +242,15 @@ class Leader:
         """
         me = self.identity.island
         incarnation = self.identity.incarnation
-        goodbye = Goodbye(island=me, incarnation=incarnation, round=self.replica.position.round, steps=steps)
+        goodbye = Goodbye(
+            island=me, incarnation=incarnation, round=self.replica.position.round, steps=steps
+        )
         with suppress(TimeoutError):
             self._last_proof = self.event_loop.run(self._prove(), LEAVE_SECONDS)
         self.event_loop.try_to(self.driver.say_goodbye(goodbye), LEAVE_SECONDS)
         self.event_loop.try_to(self.membership.leave(), LEAVE_SECONDS)
 
-    # -- on the event loop ------------------------------------------------------------------------------------
+    # -- on the event loop -------------------------------------------------------------------------
 
     async def _prove(self) -> Proof:
         return self._claims.prove(build_status(self.replica, is_coming=True).claim)
@@ -295,7 +310,9 @@ class Leader:
 def build_status(replica: Replica, *, is_coming: bool) -> Status:
     """Return the status of an island that holds this replica."""
     position = replica.position
-    return Status(round=position.round, tokens=position.tokens, digest=replica.digest, is_coming=is_coming)
+    return Status(
+        round=position.round, tokens=position.tokens, digest=replica.digest, is_coming=is_coming
+    )
 
 
 def wait_for_donors(

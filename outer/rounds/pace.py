@@ -1,4 +1,6 @@
-"""The pace of an island: its step times, and the number of inner steps per round that follows from them."""
+"""The pace of an island: its step times, and the number of inner steps per round that follows from
+them.
+"""
 
 import time
 from collections import deque
@@ -20,7 +22,11 @@ class Pace:
     """The pace of the islands as one rank knows it."""
 
     def __init__(
-        self, config: OuterConfig, island: str, deadlines: Deadlines, now: Callable[[], float] = time.monotonic
+        self,
+        config: OuterConfig,
+        island: str,
+        deadlines: Deadlines,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the pace. `now`: the clock of timed rounds, in seconds."""
         self._config = config

@@ -1,16 +1,19 @@
-"""Rounds that wait only for a quorum (`outer.wait_for`), one after another in a thread of their own.
+"""Rounds that wait only for a quorum (`outer.wait_for`), one after another in a thread of their
+own.
 
-    rounds thread     observe or contribute -> plan -> reduce -> vote -> commit -> observe ...      global params
-    training thread   step, land, step, land, ... contribute, wait, land, step ...                  local params
+    rounds thread     observe or contribute -> plan -> reduce -> vote -> commit -> observe ...
+                      global params
+    training thread   step, land, step, land, ... contribute, wait, land, step ...
+                      local params
 
 An island that is still training observes: it commits the other islands' rounds while it computes
-inner steps. Between two steps these rounds land: local params continue from the new global params and keep their
-progress. When its inner steps are done the island contributes, and waits for that round. If the plan was fixed earlier,
-it contributes to the next one.
+inner steps. Between two steps these rounds land: local params continue from the new global params
+and keep their progress. When its inner steps are done the island contributes, and waits for that
+round. If the plan was fixed earlier, it contributes to the next one.
 
-After some rounds no further round is prepared on this island until the training thread has landed them and calls
-`go_on`, so that it can save the state in between: after rounds that all islands save, and after its own contributions
-with `holds`.
+After some rounds no further round is prepared on this island until the training thread has landed
+them and calls `go_on`, so that it can save the state in between: after rounds that all islands
+save, and after its own contributions with `holds`.
 """
 
 import threading
@@ -93,7 +96,9 @@ class QuorumRounds:
         schedule = self._schedule
         self._gave_at = made
         # Each fragment is treated as if it had been contributed in its turn before.
-        self._fragment_given_at = [made + schedule.end(f) - schedule.inner_steps for f in range(schedule.fragments)]
+        self._fragment_given_at = [
+            made + schedule.end(f) - schedule.inner_steps for f in range(schedule.fragments)
+        ]
 
     @property
     def is_over(self) -> bool:
@@ -159,7 +164,7 @@ class QuorumRounds:
         """Offer to go back no longer."""
         self._contribution.withdraw()
 
-    # -- on the training thread -------------------------------------------------------------------------------
+    # -- on the training thread --------------------------------------------------------------------
 
     def _reset(self, position: Position) -> None:
         self.position = position
@@ -195,9 +200,13 @@ class QuorumRounds:
         since_fragment = pace.num_steps - self._fragment_given_at[number % schedule.fragments]
         # Without the second condition an island that contributes to every n-th round could always
         # send the same fragment.
-        return since_any >= pace.of(schedule.steps(number)) and since_fragment >= pace.of(schedule.inner_steps)
+        return since_any >= pace.of(schedule.steps(number)) and since_fragment >= pace.of(
+            schedule.inner_steps
+        )
 
-    def _land(self, count: Callable[[], int], weight: int, given: Snapshot | None = None) -> list[CommittedRound]:
+    def _land(
+        self, count: Callable[[], int], weight: int, given: Snapshot | None = None
+    ) -> list[CommittedRound]:
         """Land rounds up to the leader's `count` on every rank, and return them. `weight`:
         tokens that have not been sent.
         """
@@ -276,7 +285,7 @@ class QuorumRounds:
         if self._error is not None:
             raise self._error
 
-    # -- on the rounds thread ---------------------------------------------------------------------------------
+    # -- on the rounds thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         replica = self._replica

@@ -3,8 +3,8 @@
     plan -> reduce -> vote -> commit: outer step on the global params
      ^________________|  abort: nothing has changed, next attempt
 
-Local params do not change, so a round may run in a background thread while they are trained. It uses the background
-rank group to communicate with the island's other ranks.
+Local params do not change, so a round may run in a background thread while they are trained. It
+uses the background rank group to communicate with the island's other ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -65,7 +65,9 @@ class RoundRunner:
         result = self.reduce.run(plan, {} if snapshot is None else snapshot.pseudo_grads)
         reduced = self._now()
         position = self._position_after(plan)
-        digest = None if result.cause is not None else self.replica.digest_after(result.means, position)
+        digest = (
+            None if result.cause is not None else self.replica.digest_after(result.means, position)
+        )
         is_committed, cause = self._ranks.on_leader(lambda: self._decide(plan, result, digest))
         if is_committed:
             self.pace.deadlines.observe("reduce", reduced - planned, num_freezes)
@@ -105,7 +107,7 @@ class RoundRunner:
                 self.leader.serve_state(included)
             self.leader.update_status(is_coming=is_coming, step_seconds=self.pace.step_seconds)
 
-    # -- step by step ----------------------------------------------------------------------------------------
+    # -- step by step ------------------------------------------------------------------------------
 
     def _plan(self, contribution: Contribution) -> Plan:
         """Return the plan, on every rank."""
@@ -119,7 +121,9 @@ class RoundRunner:
             return plan
         raise OuterError(cause) if donors is None else BehindError(donors, cause)
 
-    def _plan_on_leader(self, contribution: Contribution) -> tuple[bytes | None, tuple[str, ...] | None, str]:
+    def _plan_on_leader(
+        self, contribution: Contribution
+    ) -> tuple[bytes | None, tuple[str, ...] | None, str]:
         """Return (plan, None, ""), or (None, donors, why) when behind, or (None, None, why) when
         there is no plan.
         """
@@ -138,7 +142,9 @@ class RoundRunner:
         first_unit = self.cursor.first_unit(position.ledger)
         epoch = self.reduce.attempts.offered_epoch
         earlier = contribution.offered
-        return self._leader.build_ready(snapshot, first_unit, epoch, self.pace.step_seconds, earlier)
+        return self._leader.build_ready(
+            snapshot, first_unit, epoch, self.pace.step_seconds, earlier
+        )
 
     def _find_contribution(self, plan: Plan, contribution: Contribution) -> Snapshot | None:
         """Return this rank's snapshot if the plan counts the island as a contributor, even if a
@@ -157,10 +163,14 @@ class RoundRunner:
         name = "settle", plan.id, self.replica.terms
         num_rounds = plan.round + 1
         terms = self.replica.terms
-        ledger = do_shared(name, lambda: settle(before.ledger, plan.participants, terms, num_rounds, tokens))
+        ledger = do_shared(
+            name, lambda: settle(before.ledger, plan.participants, terms, num_rounds, tokens)
+        )
         return Position(round=num_rounds, tokens=tokens, ledger=ledger)
 
-    def _go_back(self, plan: Plan, parts_digest: str, contribution: Contribution, started: float) -> RoundReport:
+    def _go_back(
+        self, plan: Plan, parts_digest: str, contribution: Contribution, started: float
+    ) -> RoundReport:
         """Commit the earlier state that more than half of the participants name. Nothing is
         averaged.
 
@@ -176,23 +186,38 @@ class RoundRunner:
         earlier = self._find_earlier(plan, parts_digest, contribution)
         if is_committed and earlier is None:
             donors = tuple(p.island for p in plan.participants if p.earlier == parts_digest)
-            raise BehindError(donors, f"{', '.join(donors)} went back to an earlier state, which this island lacks")
+            raise BehindError(
+                donors,
+                f"{', '.join(donors)} went back to an earlier state, which this island lacks",
+            )
         if is_committed and earlier is not None:
             self.hooks.reached("apply", plan.round)
             self.replica.go_back(earlier.parts, position)
             self.reduce.forget()
             self.update_status(is_coming=True, included=[p.incarnation for p in plan.participants])
-        report = self._report(plan, self._find_contribution(plan, contribution), cause, is_committed=is_committed)
-        return replace(report, wait_seconds=planned - started, earlier=None if earlier is None else earlier.round)
+        report = self._report(
+            plan, self._find_contribution(plan, contribution), cause, is_committed=is_committed
+        )
+        return replace(
+            report,
+            wait_seconds=planned - started,
+            earlier=None if earlier is None else earlier.round,
+        )
 
-    def _find_earlier(self, plan: Plan, parts_digest: str, contribution: Contribution) -> EarlierState | None:
-        """Return the state to which the plan goes back, or None if a rank of this island lacks it."""
+    def _find_earlier(
+        self, plan: Plan, parts_digest: str, contribution: Contribution
+    ) -> EarlierState | None:
+        """Return the state to which the plan goes back, or None if a rank of this island lacks
+        it.
+        """
         if self.island not in [p.island for p in plan.participants if p.earlier == parts_digest]:
             return None
         earlier = contribution.wait_for_earlier(parts_digest, self.pace.deadlines.limit("reduce"))
         return earlier if all(self._ranks.gather(earlier is not None)) else None
 
-    def _report(self, plan: Plan, snapshot: Snapshot | None, cause: str, *, is_committed: bool) -> RoundReport:
+    def _report(
+        self, plan: Plan, snapshot: Snapshot | None, cause: str, *, is_committed: bool
+    ) -> RoundReport:
         """Return the report of an attempt. `cause`: the reason why it does not commit. Every
         rank calls it together.
         """
@@ -251,11 +276,14 @@ class RoundRunner:
                 self.reduce.rejections.add(island, "attempt", why)
         return False, cause
 
-    def _commit(self, plan: Plan, result: ReduceResult, position: Position, *, observes: bool) -> None:
+    def _commit(
+        self, plan: Plan, result: ReduceResult, position: Position, *, observes: bool
+    ) -> None:
         """Make the round permanent on this rank. Only this method changes state, in this order:
 
         replica.commit   outer step on the carried global params, new position and digest
-        reduce.commit    what later rounds need: error feedback, norms of the filters and of the bound, last means
+        reduce.commit    what later rounds need: error feedback, norms of the filters and of the
+                         bound, last means
         share, pace      this island's weight; step times of all participants
         """
         self.hooks.reached("apply", plan.round)

@@ -1,8 +1,10 @@
-"""Addresses of islands over TLS: the island's key, and the routes by which a connection reaches one of its ranks.
+"""Addresses of islands over TLS: the island's key, and the routes by which a connection reaches one
+of its ranks.
 
     tls:<public key of the island>@203.0.113.7:31400;198.51.100.2:31500/0/calls
 
-A route is `host:port`, where the rank itself listens, or `host:port/rank/door`, where a relay connects to that rank.
+A route is `host:port`, where the rank itself listens, or `host:port/rank/door`, where a relay
+connects to that rank.
 """
 
 import ipaddress
@@ -77,7 +79,11 @@ def parse_route(text: str) -> Route:
     found = _ROUTE.fullmatch(text)
     if found is None or not 0 < int(found[2]) < 65536:
         raise MessageError(f"a malformed address: {text[:80]!r}")
-    behind = RelayTarget(int(found[3]), "calls" if found[4] == "calls" else "payloads") if found[3] else None
+    behind = (
+        RelayTarget(int(found[3]), "calls" if found[4] == "calls" else "payloads")
+        if found[3]
+        else None
+    )
     return Route(found[1], int(found[2]), behind)
 
 
@@ -108,8 +114,13 @@ def parse_relays(texts: Sequence[str]) -> tuple[Route, ...]:
         except MessageError:
             relay = None
         if relay is None or relay.behind is not None or relay.host in WILDCARDS:
-            raise InputError(f"island.relays: got {text!r}; allowed: HOST:PORT, as `diloco relay` prints it")
+            raise InputError(
+                f"island.relays: got {text!r}; allowed: HOST:PORT, as `diloco relay` prints it"
+            )
         relays.append(relay)
     if len(relays) >= MAX_ROUTES:
-        raise InputError(f"island.relays: got {len(relays)}; at most {MAX_ROUTES - 1} are allowed, and two are enough")
+        raise InputError(
+            f"island.relays: got {len(relays)}; at most {MAX_ROUTES - 1} are allowed, and two are "
+            "enough"
+        )
     return tuple(dict.fromkeys(relays))

@@ -64,14 +64,20 @@ class Dialer:
                     route = waiting.popleft()
                     racing[asyncio.create_task(self.dial_route(address.key, route))] = route
                 limit = STAGGER_SECONDS if waiting else None
-                done, _ = await asyncio.wait(racing, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    racing, timeout=limit, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in done:
                     route = racing.pop(task)
                     if (error := task.exception()) is None:
                         self._used[str(address)] = route
                         _trim(self._used)
                         return task.result()
-                    causes.append(f"{route}: {first_line(error)}" if len(address.routes) > 1 else first_line(error))
+                    causes.append(
+                        f"{route}: {first_line(error)}"
+                        if len(address.routes) > 1
+                        else first_line(error)
+                    )
             raise ConnectionRefusedError("; ".join(causes))
         finally:
             for task in racing:
@@ -92,7 +98,9 @@ class Dialer:
                 connection = await self.connect(route)
                 try:
                     if (behind := route.behind) is not None:
-                        await wire.send(connection, wire.Dial(key=key, rank=behind.rank, door=behind.door))
+                        await wire.send(
+                            connection, wire.Dial(key=key, rank=behind.rank, door=behind.door)
+                        )
                         await wire.receive(connection, wire.Joined)
                 except BaseException:
                     connection.close()

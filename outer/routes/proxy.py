@@ -15,8 +15,10 @@ from outer.routes.sockets import read_exactly
 
 MAX_ANSWER_BYTES = 1 << 14
 SOCKS_ERRORS = {
-    1: "it failed", 2: "its rules forbid it", 3: "no route to that network", 4: "no route to that host",
-    5: "that host refuses", 6: "it took too long", 7: "it knows no CONNECT", 8: "it does not know this address",
+    1: "it failed", 2: "its rules forbid it", 3: "no route to that "
+                                                 "network", 4: "no route to that host",
+    5: "that host refuses", 6: "it took too long", 7: "it knows no CONNECT", 8: "it does not know "
+                                                                                "this address",
 }  # fmt: skip
 
 
@@ -35,7 +37,9 @@ class Proxy:
         Raises ConnectionError.
         """
         try:
-            await (self._ask_http if self.kind == "http" else self._ask_socks)(connection, host, port)
+            await (self._ask_http if self.kind == "http" else self._ask_socks)(
+                connection, host, port
+            )
         except ConnectionError as error:
             raise ConnectionRefusedError(f"the proxy {self.host}:{self.port}: {error}") from None
 
@@ -47,7 +51,9 @@ class Proxy:
             lines.append(f"Proxy-Authorization: Basic {word}")
         await _send(connection, "\r\n".join([*lines, "", ""]).encode())
         answer = bytearray()
-        while not answer.endswith(b"\r\n\r\n"):  # One byte at a time, because the island's bytes follow.
+        while not answer.endswith(
+            b"\r\n\r\n"
+        ):  # One byte at a time, because the island's bytes follow.
             if len(answer) > MAX_ANSWER_BYTES:
                 raise ConnectionResetError("its answer has no end")
             answer += await read_exactly(connection, 1)
@@ -58,7 +64,9 @@ class Proxy:
     async def _ask_socks(self, connection: socket.socket, host: str, port: int) -> None:
         await _send(connection, b"\x05\x01\x02" if self.user else b"\x05\x01\x00")
         if await read_exactly(connection, 2) != (b"\x05\x02" if self.user else b"\x05\x00"):
-            raise ConnectionRefusedError("it is not a SOCKS 5 proxy, or it requires a user name and password")
+            raise ConnectionRefusedError(
+                "it is not a SOCKS 5 proxy, or it requires a user name and password"
+            )
         if self.user:
             await _send(connection, b"\x01" + _counted(self.user) + _counted(self.password))
             if (await read_exactly(connection, 2))[1]:
@@ -86,7 +94,8 @@ def parse_proxy(text: str | None) -> Proxy | None:
         port = None
     if parts.scheme not in ("http", "socks5") or not host or not port or parts.path.strip("/"):
         raise InputError(
-            f"island.proxy: got {_hidden(text)!r}; allowed: http://[USER:PASSWORD@]HOST:PORT (CONNECT) or "
+            f"island.proxy: got {_hidden(text)!r}; allowed: http://[USER:PASSWORD@]HOST:PORT "
+            "(CONNECT) or "
             "socks5://[USER:PASSWORD@]HOST:PORT"
         )
     user = unquote(parts.username or "")

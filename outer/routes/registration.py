@@ -17,7 +17,17 @@ from outer.network.run_key import RunKey
 from outer.routes import wire
 from outer.routes.addresses import Door, Route
 from outer.routes.dialer import Dialer
-from outer.routes.wire import Answer, Challenge, Incoming, Joined, Ping, Pong, Proof, Register, Registered
+from outer.routes.wire import (
+    Answer,
+    Challenge,
+    Incoming,
+    Joined,
+    Ping,
+    Pong,
+    Proof,
+    Register,
+    Registered,
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +80,20 @@ class Registration:
             try:
                 await self._register()
             except (OSError, TransportError) as error:
-                cause = "it does not answer" if isinstance(error, TimeoutError) else first_line(error)
+                cause = (
+                    "it does not answer" if isinstance(error, TimeoutError) else first_line(error)
+                )
                 if self.is_up or cause != self.cause:
-                    log.warning("the relay %s: %s; this island will register there again", self.relay, cause)
+                    log.warning(
+                        "the relay %s: %s; this island will register there again", self.relay, cause
+                    )
                 num_failures = 1 if self.is_up else num_failures + 1
                 self.is_up = False
                 self.cause = cause
                 self._changed.notify()
-            await asyncio.sleep(backoff(num_failures, first_seconds=FIRST_PAUSE, max_seconds=LONGEST_PAUSE))
+            await asyncio.sleep(
+                backoff(num_failures, first_seconds=FIRST_PAUSE, max_seconds=LONGEST_PAUSE)
+            )
 
     async def _register(self) -> None:
         """Register and stay registered. Raises OSError and TransportError when the registration
@@ -103,7 +119,9 @@ class Registration:
         await wire.send(connection, register)
         body = wire.proof_body(await wire.receive(connection, Challenge), register)
         signature = own.key.sign(wire.REGISTRATION, body).hex()
-        await wire.send(connection, Proof(signature=signature, mac=wire.registration_mac(own.run_key, body)))
+        await wire.send(
+            connection, Proof(signature=signature, mac=wire.registration_mac(own.run_key, body))
+        )
         await wire.receive(connection, Registered)
 
     async def _listen(self, connection: socket.socket) -> None:
@@ -142,10 +160,13 @@ class Registrations:
         """Wait until a relay has registered this rank. Raises UnreachableError if none does in
         time.
         """
-        if not await self._changed.wait_until(lambda: any(each.is_up for each in self._all), seconds):
+        if not await self._changed.wait_until(
+            lambda: any(each.is_up for each in self._all), seconds
+        ):
             causes = "; ".join(f"{each.relay}: {each.cause or 'no answer'}" for each in self._all)
             raise UnreachableError(
-                f"island.relays: no relay took this island within {seconds:g} s ({causes}); check that `diloco relay` "
+                f"island.relays: no relay took this island within {seconds:g} s ({causes}); check "
+                "that `diloco relay` "
                 "runs there and that its port is open. Of several, one that answers is enough"
             )
 

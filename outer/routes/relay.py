@@ -88,7 +88,10 @@ class Relay:
     """Accepts islands and dialers. Its memory and its waits are limited, whatever they send."""
 
     def __init__(
-        self, limits: RelayLimits = RelayLimits(), run_key: RunKey | None = None, allow: Collection[str] = ()
+        self,
+        limits: RelayLimits = RelayLimits(),
+        run_key: RunKey | None = None,
+        allow: Collection[str] = (),
     ) -> None:
         """Create a relay. With `run_key` only islands that hold it may register; with `allow`
         only islands with these public keys.
@@ -147,17 +150,24 @@ class Relay:
         may not register here.
         """
         if self._allow and register.key not in self._allow:
-            raise RefusedError("peer", f"this relay is not for the island with the key {register.key}: see its --allow")
+            raise RefusedError(
+                "peer",
+                f"this relay is not for the island with the key {register.key}: see its --allow",
+            )
         challenge = Challenge(nonce=secrets.token_hex(16))
         await wire.send(connection, challenge)
         proof = await wire.receive(connection, Proof)
         body = wire.proof_body(challenge, register)
         if not verify(register.key, wire.REGISTRATION, body, bytes.fromhex(proof.signature)):
-            raise RefusedError("key", f"it does not hold the island key {register.key[:16]}... that it shows")
+            raise RefusedError(
+                "key", f"it does not hold the island key {register.key[:16]}... that it shows"
+            )
         if self._run_key is not None and not secrets.compare_digest(
             proof.mac, wire.registration_mac(self._run_key, body)
         ):
-            raise RefusedError("key", "it does not hold the run key of this relay: compare the files of run keys")
+            raise RefusedError(
+                "key", "it does not hold the run key of this relay: compare the files of run keys"
+            )
 
     async def _keep(self, connection: socket.socket, register: Register) -> None:
         """Keep a rank registered while it sends pings. A newer registration of the rank replaces
@@ -180,13 +190,20 @@ class Relay:
                 rank.refuse_all()
                 if self._ranks.get(place) is rank:
                     del self._ranks[place]
-                    log.info("rank %d of the island %s... is no longer registered", register.rank, register.key[:16])
+                    log.info(
+                        "rank %d of the island %s... is no longer registered",
+                        register.rank,
+                        register.key[:16],
+                    )
 
     async def _join(self, connection: socket.socket, dial: Dial) -> None:
         """Connect a dialer to a registered rank, and forward the bytes of both until they end."""
         rank = self._ranks.get((dial.key, dial.rank))
         if rank is None:
-            raise RefusedError("absent", f"rank {dial.rank} of the island {dial.key[:16]}... is not registered here")
+            raise RefusedError(
+                "absent",
+                f"rank {dial.rank} of the island {dial.key[:16]}... is not registered here",
+            )
         with self._count(dial.key) as meter:
             other = await self._call(rank, dial)
             try:
@@ -209,9 +226,13 @@ class Relay:
                 await rank.send(Incoming(token=token, door=dial.door))
                 return await answer
         except TimeoutError:
-            raise RefusedError("absent", f"the island {dial.key[:16]}... did not answer in time") from None
+            raise RefusedError(
+                "absent", f"the island {dial.key[:16]}... did not answer in time"
+            ) from None
         except OSError:
-            raise RefusedError("absent", f"the island {dial.key[:16]}... has just disconnected") from None
+            raise RefusedError(
+                "absent", f"the island {dial.key[:16]}... has just disconnected"
+            ) from None
         finally:
             del self._pending[token]
             rank.asked.discard(answer)
@@ -242,7 +263,9 @@ class Relay:
         limits = self._limits
         island = self._islands.get(key) or _Island(Meter(limits.bytes_per_second))
         if total >= limits.connections or island.num_connections >= limits.connections_of_island:
-            text = f"{island.num_connections} connections of the island {key[:16]}..., {total} in all"
+            text = (
+                f"{island.num_connections} connections of the island {key[:16]}..., {total} in all"
+            )
             raise RefusedError("streams", f"this relay forwards no more connections: {text}")
         self._islands[key] = island
         island.num_connections += 1

@@ -37,8 +37,13 @@ class Meter:
 
 
 async def splice(one: socket.socket, other: socket.socket, meter: Meter) -> None:
-    """Forward bytes both ways until both ends have ended or one of them fails. The caller closes the connections."""
-    ways = {asyncio.create_task(_forward(one, other, meter)), asyncio.create_task(_forward(other, one, meter))}
+    """Forward bytes both ways until both ends have ended or one of them fails. The caller closes
+    the connections.
+    """
+    ways = {
+        asyncio.create_task(_forward(one, other, meter)),
+        asyncio.create_task(_forward(other, one, meter)),
+    }
     try:
         done, open_ways = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         if open_ways and all(way.exception() is None for way in done):

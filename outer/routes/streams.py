@@ -6,7 +6,9 @@ import socket
 from outer.network.rpc import StreamMessenger
 
 
-async def listen(messenger: StreamMessenger, host: str, port: int, announce_host: str | None = None) -> StreamMessenger:
+async def listen(
+    messenger: StreamMessenger, host: str, port: int, announce_host: str | None = None
+) -> StreamMessenger:
     """Serve the messenger on a host and port (0: any free port), and return it. Raises OSError."""
     messenger.server = await asyncio.start_server(messenger.accept, host, port)
     messenger.address = f"{announce_host or host}:{find_port(messenger)}"
@@ -24,5 +26,7 @@ def serve_connection(messenger: StreamMessenger, connection: socket.socket) -> N
     the event loop.
     """
     protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(), messenger.accept)
-    serving = asyncio.create_task(asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection))
+    serving = asyncio.create_task(
+        asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
+    )
     serving.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,4 +1,5 @@
-"""Messages between islands and relays before a relay forwards bytes. They are short, and each is checked on arrival.
+"""Messages between islands and relays before a relay forwards bytes. They are short, and each is
+checked on arrival.
 
 magic 4 | version 1 | kind 1 | length 2 | a Message as JSON
 
@@ -123,9 +124,14 @@ async def receive(connection: socket.socket, *expected: type[M]) -> M:
     if magic != MAGIC:
         raise RefusedError("header", f"not a message of a relay: it begins with {magic.hex()}")
     if version != VERSION:
-        raise RefusedError("version", f"a relay's message of version {version}, {VERSION} expected: use one release")
+        raise RefusedError(
+            "version",
+            f"a relay's message of version {version}, {VERSION} expected: use one release",
+        )
     if kind >= len(KINDS) or length > MAX_BYTES:
-        raise RefusedError("header", f"a relay's message of kind {kind} and {length} bytes, at most {MAX_BYTES}")
+        raise RefusedError(
+            "header", f"a relay's message of kind {kind} and {length} bytes, at most {MAX_BYTES}"
+        )
     message = parse(KINDS[kind], await read_exactly(connection, length))
     if isinstance(message, Refused) and Refused not in expected:
         raise ConnectionRefusedError(printable(message.text, MAX_BYTES))

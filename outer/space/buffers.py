@@ -3,10 +3,11 @@
     values = BUFFERS.floats(1000)     this memory has no other user
     del values                        the next request for 4000 bytes gets it
 
-Otherwise a tensor of a part's size is returned to the system, or kept in a memory pool of the C library, one per
-thread: each round then waits for fresh pages, and a process holds twice the memory that its tensors have. Parts have
-few sizes, so memory of one size is kept for the next request of this size. It is free when no tensor, view or numpy
-array refers to it any more. It is never returned explicitly, so no memory can get two owners.
+Otherwise a tensor of a part's size is returned to the system, or kept in a memory pool of the C
+library, one per thread: each round then waits for fresh pages, and a process holds twice the memory
+that its tensors have. Parts have few sizes, so memory of one size is kept for the next request of
+this size. It is free when no tensor, view or numpy array refers to it any more. It is never
+returned explicitly, so no memory can get two owners.
 """
 
 import weakref

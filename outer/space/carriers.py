@@ -33,12 +33,16 @@ def count_overlaps(space: Space, rectangles: np.ndarray) -> Overlaps:
     parts = np.arange(len(which)) - np.repeat(np.cumsum(high - low) - high, high - low)
     bounds = np.append(starts, space.num_elements)
     columns = rectangles[which], num_cols[which], base[which]
-    num_elements = _count_before(bounds[parts + 1], *columns) - _count_before(bounds[parts], *columns)
+    num_elements = _count_before(bounds[parts + 1], *columns) - _count_before(
+        bounds[parts], *columns
+    )
     shared = num_elements > 0
     return Overlaps(which[shared], parts[shared], num_elements[shared])
 
 
-def _count_before(at: np.ndarray, rectangles: np.ndarray, num_cols: np.ndarray, base: np.ndarray) -> np.ndarray:
+def _count_before(
+    at: np.ndarray, rectangles: np.ndarray, num_cols: np.ndarray, base: np.ndarray
+) -> np.ndarray:
     """Return the number of elements of each rectangle that are before index `at` of the flat
     vector.
     """
@@ -48,7 +52,9 @@ def _count_before(at: np.ndarray, rectangles: np.ndarray, num_cols: np.ndarray, 
     return (np.clip(row, r0, r1) - r0) * (c1 - c0) + in_this_row
 
 
-def assign_carriers(space: Space, holdings: Holdings, overlaps: Overlaps, num_ranks: int) -> list[int]:
+def assign_carriers(
+    space: Space, holdings: Holdings, overlaps: Overlaps, num_ranks: int
+) -> list[int]:
     """Return the carrier of each part: the rank with the least load so far, among the ranks that
     hold much of the part.
 
@@ -73,12 +79,16 @@ def _find_main_holders(holdings: Holdings, overlaps: Overlaps) -> Iterator[list[
     counts = np.diff(holdings.starts)[overlaps.rectangle]
     entry = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     holding = holdings.holding[entry + np.repeat(holdings.starts[overlaps.rectangle], counts)]
-    pairs, which = np.unique(np.repeat(overlaps.part, counts) * len(holdings.ranks) + holding, return_inverse=True)
+    pairs, which = np.unique(
+        np.repeat(overlaps.part, counts) * len(holdings.ranks) + holding, return_inverse=True
+    )
     # float64 is exact here, because no part has 2^53 elements.
     held = np.bincount(which, weights=np.repeat(overlaps.num_elements, counts))
     part, holding = np.divmod(pairs, len(holdings.ranks))
     first = np.flatnonzero(np.diff(part, prepend=-1))
-    is_main = 2 * held >= np.repeat(np.maximum.reduceat(held, first), np.diff(first, append=len(part)))
+    is_main = 2 * held >= np.repeat(
+        np.maximum.reduceat(held, first), np.diff(first, append=len(part))
+    )
     chosen = holding[is_main].tolist()
     ends = np.cumsum(np.add.reduceat(is_main.astype(np.int64), first)).tolist()
     sorted_ranks: dict[tuple[int, ...], list[int]] = {}

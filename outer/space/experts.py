@@ -41,7 +41,9 @@ def expert_of(spec: object) -> tuple[int, int] | None:
 
 
 def have_own_groups(config: OuterConfig) -> bool:
-    """Return whether experts have part groups of their own, because a setting treats them otherwise."""
+    """Return whether experts have part groups of their own, because a setting treats them
+    otherwise.
+    """
     return config.experts.is_set or config.merge.experts == "routed"
 
 
@@ -50,7 +52,8 @@ def group_experts(specs: Sequence, size: int) -> dict[ExpertGroup, tuple[str, ..
 
     >>> from inner.param_spec import ParamSpec
     >>> names = [f"layers.1.ffn.experts.{number}.up_proj.weight" for number in range(3)]
-    >>> [len(names) for names in group_experts([ParamSpec(name, (8, 8)) for name in names], 2).values()]
+    >>> specs = [ParamSpec(name, (8, 8)) for name in names]
+    >>> [len(group) for group in group_experts(specs, 2).values()]
     [2, 1]
     """
     places = sorted((place, spec.name) for spec in specs if (place := expert_of(spec)) is not None)
@@ -64,20 +67,24 @@ def group_experts(specs: Sequence, size: int) -> dict[ExpertGroup, tuple[str, ..
 
 
 def check_number(num_groups: int, config: OuterConfig) -> None:
-    """Raise InputError if a fragment has more groups of experts than a ready or a plan can count."""
+    """Raise InputError if a fragment has more groups of experts than a ready or a plan can
+    count.
+    """
     most = min(MAX_COUNTS, MAX_COUNTS_OF_ALL // config.start_islands)
     if num_groups > most:
         size = config.experts.group
         raise InputError(
-            f"outer.experts.group: got {size}, with which a fragment has {num_groups} groups of experts, and the ready "
-            f"messages of {config.start_islands} islands can count {most} groups each; set outer.experts.group to "
+            f"outer.experts.group: got {size}, with which a fragment has {num_groups} groups of "
+            "experts, and the ready "
+            f"messages of {config.start_islands} islands can count {most} groups each; set "
+            "outer.experts.group to "
             f"{-(-num_groups * size // most)} or more, or raise outer.fragments"
         )
 
 
 def apportion(counts: Sequence[int], total: int) -> list[int]:
-    """Return integers in the proportion of `counts` that sum to `total`: largest remainders are rounded
-    up first. One count at least must be above 0.
+    """Return integers in the proportion of `counts` that sum to `total`: largest remainders are
+    rounded up first. One count at least must be above 0.
 
     >>> apportion([30, 10], 40), apportion([2, 1], 10)
     ([30, 10], [7, 3])
@@ -95,7 +102,9 @@ class RoutedClaims:
     """What an island may claim about its experts in a ready message."""
 
     groups: Mapping[int, Sequence[ExpertGroup]]
-    """The groups of each fragment in the order of their counts; empty if the merge does not weigh by counts."""
+    """The groups of each fragment in the order of their counts; empty if the merge does not weigh
+    by counts.
+    """
     per_token: int
     """Number of experts that each token chooses in a layer."""
     period: int
@@ -105,9 +114,9 @@ class RoutedClaims:
     def fill(self, round_number: int, counts: Mapping[ExpertGroup, int], tokens: int) -> list[int]:
         """Return the counts to claim in a round for progress on `tokens` tokens, see `check`.
 
-        A router counts all tokens, also those without a target. So each layer's counts are claimed in
-        proportion, and sum up to `per_token` x `tokens`. If nothing was counted, all experts are claimed
-        equally.
+        A router counts all tokens, also those without a target. So each layer's counts are claimed
+        in proportion, and sum up to `per_token` x `tokens`. If nothing was counted, all experts are
+        claimed equally.
         """
         claimed = []
         for _, groups in self._layers(round_number):
@@ -121,16 +130,20 @@ class RoutedClaims:
         return (round_number // self.num_fragments + 1) % self.period == 0
 
     def check(self, island: str, round_number: int, tokens: int, counts: Sequence[int]) -> None:
-        """Raise MessageError unless the counts of each layer sum up to `per_token` x `tokens`, and no
-        group has more than its experts can get.
+        """Raise MessageError unless the counts of each layer sum up to `per_token` x `tokens`, and
+        no group has more than its experts can get.
         """
         layers = self._layers(round_number)
         expected = sum(len(groups) for _, groups in layers)
         if len(counts) != expected:
-            raise MessageError(f"{island!r} claims {len(counts)} counts of tokens by expert, expected {expected}")
+            raise MessageError(
+                f"{island!r} claims {len(counts)} counts of tokens by expert, expected {expected}"
+            )
         start = 0
         for layer, groups in layers:
-            _check_layer(island, layer, groups, counts[start : start + len(groups)], tokens, self.per_token)
+            _check_layer(
+                island, layer, groups, counts[start : start + len(groups)], tokens, self.per_token
+            )
             start += len(groups)
 
     def _layers(self, round_number: int) -> list[tuple[int, list[ExpertGroup]]]:
@@ -141,11 +154,17 @@ class RoutedClaims:
 
 
 def _check_layer(
-    island: str, layer: int, groups: Sequence[ExpertGroup], counts: Sequence[int], tokens: int, per_token: int
+    island: str,
+    layer: int,
+    groups: Sequence[ExpertGroup],
+    counts: Sequence[int],
+    tokens: int,
+    per_token: int,
 ) -> None:
     if sum(counts) != per_token * tokens:
         raise MessageError(
-            f"{island!r} claims that {sum(counts)} choices of experts were made in layer {layer}, but "
+            f"{island!r} claims that {sum(counts)} choices of experts were made in layer {layer}, "
+            "but "
             f"{per_token} x {tokens} tokens make {per_token * tokens}"
         )
     for group, count in zip(groups, counts, strict=True):
@@ -153,6 +172,7 @@ def _check_layer(
         most = min(per_token, group.num_experts) * tokens
         if count > most:
             raise MessageError(
-                f"{island!r} claims {count} choices of experts {group.first} to {group.first + group.num_experts - 1} "
+                f"{island!r} claims {count} choices of experts {group.first} to "
+                f"{group.first + group.num_experts - 1} "
                 f"of layer {layer}, which {tokens} tokens can choose {most} times"
             )

@@ -1,4 +1,5 @@
-"""Fragments: the sets of parameters that are averaged in turn (Streaming DiLoCo, 2501.18512), and their schedule.
+"""Fragments: the sets of parameters that are averaged in turn (Streaming DiLoCo, 2501.18512), and
+their schedule.
 
     inner_steps 8, fragments 4, delay 1     0   1   2   3   4   5   6   7   8   9  10
     fragment 0 is sent, merged                      s   m                       s   m
@@ -6,8 +7,9 @@
     fragment 2                                                      s   m
     fragment 3                                                              s   m
 
-A round sends one fragment; a single fragment is the whole model, sent after every `inner_steps`. With `moments` a round
-also sends the moments of the fragment's parameters, each kind in every `period`-th cycle (DES-LOC, 2505.22549).
+A round sends one fragment; a single fragment is the whole model, sent after every `inner_steps`.
+With `moments` a round also sends the moments of the fragment's parameters, each kind in every
+`period`-th cycle (DES-LOC, 2505.22549).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -18,11 +20,20 @@ from math import prod
 
 from outer.config import OuterConfig
 from outer.errors import InputError
-from outer.space.experts import ExpertGroup, RoutedClaims, check_number, expert_of, group_experts, have_own_groups
+from outer.space.experts import (
+    ExpertGroup,
+    RoutedClaims,
+    check_number,
+    expert_of,
+    group_experts,
+    have_own_groups,
+)
 from outer.space.layout import PartGroup, Space, TensorKind, TensorSpec
 
 FINE_ELEMENTS = 4096
-"""Tensors with fewer elements are fine, like norms and biases: they always keep at least 8 bits per element."""
+"""Tensors with fewer elements are fine, like norms and biases: they always keep at least 8 bits per
+element.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,13 +81,15 @@ class NamedShape:
 
 
 def add_moments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[TensorSpec]:
-    """Return the model's parameters and buffers, followed by the moments of the parameters if the run
-    averages moments.
+    """Return the model's parameters and buffers, followed by the moments of the parameters if the
+    run averages moments.
     """
     all_specs: list[TensorSpec] = list(specs)
     params = specs_of(specs, "params")
     for kind, _ in list_moments(config):
-        all_specs += [NamedShape(name_of_kind(s.name, kind), tuple(s.shape)) for s in params if has_moments(s)]
+        all_specs += [
+            NamedShape(name_of_kind(s.name, kind), tuple(s.shape)) for s in params if has_moments(s)
+        ]
     return all_specs
 
 
@@ -109,16 +122,22 @@ def specs_of(specs: Sequence[TensorSpec], kind: TensorKind) -> list[TensorSpec]:
 
 def list_moments(config: OuterConfig) -> list[tuple[TensorKind, int]]:
     """Return the kinds of moments that are averaged, each with its period in cycles."""
-    return [] if config.moments is None else [("exp_avg", config.moments[0]), ("exp_avg_sq", config.moments[1])]
+    return (
+        []
+        if config.moments is None
+        else [("exp_avg", config.moments[0]), ("exp_avg_sq", config.moments[1])]
+    )
 
 
-def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, splits_fine: bool) -> list[PartGroup]:
+def build_part_groups(
+    specs: Sequence[TensorSpec], config: OuterConfig, *, splits_fine: bool
+) -> list[PartGroup]:
     """Assign every name to one part group, in fragment order.
 
     `specs` are the model's parameters and buffers. The names of averaged moments are added, in one
-    part group per kind. With `splits_fine` the fine tensors of a fragment form a part group of their
-    own. The averaged buffers of a layer are sent with the layer's parameters. Raises InputError when
-    the model has too few layers to give every fragment parameters.
+    part group per kind. With `splits_fine` the fine tensors of a fragment form a part group of
+    their own. The averaged buffers of a layer are sent with the layer's parameters. Raises
+    InputError when the model has too few layers to give every fragment parameters.
     """
     groups: list[PartGroup] = []
     params = specs_of(specs, "params")
@@ -136,11 +155,18 @@ def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, split
         groups += experts
         averaged = [spec.name for spec in params if spec.name in names and has_moments(spec)]
         groups += [
-            PartGroup(tuple(name_of_kind(name, kind) for name in averaged), fragment, kind=kind, period=period)
+            PartGroup(
+                tuple(name_of_kind(name, kind) for name in averaged),
+                fragment,
+                kind=kind,
+                period=period,
+            )
             for kind, period in list_moments(config)
             if averaged
         ]
-        groups += [PartGroup(buffers[fragment], fragment, kind="buffer")] if buffers[fragment] else []
+        groups += (
+            [PartGroup(buffers[fragment], fragment, kind="buffer")] if buffers[fragment] else []
+        )
     donors = tuple(spec.name for spec in specs_of(specs, "donor_buffer"))
     return [*groups, PartGroup(donors, kind="donor_buffer")] if donors else groups
 
@@ -148,21 +174,25 @@ def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, split
 def build_expert_groups(
     specs: Sequence[TensorSpec], config: OuterConfig, fragment: int, *, splits_fine: bool
 ) -> list[PartGroup]:
-    """Return the part groups of a fragment's experts: one, or one per group of experts if each has a
-    weight of its own. Empty if nothing treats experts otherwise than the rest.
+    """Return the part groups of a fragment's experts: one, or one per group of experts if each has
+    a weight of its own. Empty if nothing treats experts otherwise than the rest.
     """
     experts = [spec for spec in specs if expert_of(spec) is not None]
     if not experts or not have_own_groups(config):
         return []
     fine = splits_fine and all(is_fine(tuple(spec.shape)) for spec in experts)
-    build = partial(PartGroup, fragment=fragment, is_fine=fine, period=config.experts.every, is_experts=True)
+    build = partial(
+        PartGroup, fragment=fragment, is_fine=fine, period=config.experts.every, is_experts=True
+    )
     if config.merge.experts != "routed":
         return [build(tuple(spec.name for spec in experts))]
     groups = group_experts(experts, config.experts.group).values()
     return [build(names, count=place) for place, names in enumerate(groups)]
 
 
-def build_claims(specs: Sequence[TensorSpec], config: OuterConfig, per_token: int) -> RoutedClaims | None:
+def build_claims(
+    specs: Sequence[TensorSpec], config: OuterConfig, per_token: int
+) -> RoutedClaims | None:
     """Return what islands claim about their experts; None if experts are treated like the rest.
 
     `per_token`: number of experts that each token chooses in a layer; 0 if it is not known. Raises
@@ -173,13 +203,20 @@ def build_claims(specs: Sequence[TensorSpec], config: OuterConfig, per_token: in
         return None
     setting = "outer.merge.experts: routed" if config.merge.experts == "routed" else "outer.experts"
     if not any(expert_of(spec) for spec in params):
-        raise InputError(f"{setting} is for mixtures of experts, and the model has no experts; leave it out")
+        raise InputError(
+            f"{setting} is for mixtures of experts, and the model has no experts; leave it out"
+        )
     groups: dict[int, Sequence[ExpertGroup]] = {}
     if config.merge.experts == "routed":
         if per_token == 0:
-            raise InputError(f"{setting} needs the counts of our own routers, and here nothing counts; use tokens")
+            raise InputError(
+                f"{setting} needs the counts of our own routers, and here nothing counts; use "
+                "tokens"
+            )
         for fragment, names in enumerate(assign_fragments(params, config)):
-            groups[fragment] = list(group_experts([s for s in params if s.name in names], config.experts.group))
+            groups[fragment] = list(
+                group_experts([s for s in params if s.name in names], config.experts.group)
+            )
             check_number(len(groups[fragment]), config)
     return RoutedClaims(groups, per_token, config.experts.every, config.fragments)
 
@@ -207,28 +244,40 @@ def assign_fragments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[s
         layers = sum(unit.layer is not None for unit in units)
         most = sum(map(bool, fragments))
         raise InputError(
-            f"outer.fragments: got {config.fragments}, but a model of {layers} layers has parameters for {most} in "
+            f"outer.fragments: got {config.fragments}, but a model of {layers} layers has "
+            f"parameters for {most} in "
             f"the pattern {config.fragment_pattern!r}; set outer.fragments={most} or lower"
         )
     return fragments
 
 
-def assign_buffers(buffers: Sequence[TensorSpec], fragments: Sequence[Collection[str]]) -> list[tuple[str, ...]]:
-    """Return the names of each fragment's averaged buffers. A buffer outside the layers, or of a layer
-    without parameters, is in the last fragment.
+def assign_buffers(
+    buffers: Sequence[TensorSpec], fragments: Sequence[Collection[str]]
+) -> list[tuple[str, ...]]:
+    """Return the names of each fragment's averaged buffers. A buffer outside the layers, or of a
+    layer without parameters, is in the last fragment.
     """
-    fragment_of = {_layer_of(name): number for number, names in enumerate(fragments) for name in names}
+    fragment_of = {
+        _layer_of(name): number for number, names in enumerate(fragments) for name in names
+    }
     last = len(fragments) - 1
     number_of = {
-        buffer.name: last if (layer := _layer_of(buffer.name)) is None else fragment_of.get(layer, last)
+        buffer.name: last
+        if (layer := _layer_of(buffer.name)) is None
+        else fragment_of.get(layer, last)
         for buffer in buffers
     }
-    return [tuple(name for name, number in number_of.items() if number == each) for each in range(len(fragments))]
+    return [
+        tuple(name for name, number in number_of.items() if number == each)
+        for each in range(len(fragments))
+    ]
 
 
 @dataclass(frozen=True)
 class FragmentUnit:
-    """A layer, or adjacent tensors outside the layers (embedding, head); always within one fragment."""
+    """A layer, or adjacent tensors outside the layers (embedding, head); always within one
+    fragment.
+    """
 
     layer: int | None
     sizes: dict[str, int]

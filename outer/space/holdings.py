@@ -82,7 +82,9 @@ class Holdings:
     def of_rank(self, rank: int) -> list[int]:
         """Return the rows of `rectangles` that a rank holds, ascending."""
         holding = next(i for i, ranks in enumerate(self.ranks) if rank in ranks)
-        return (np.searchsorted(self.starts, np.flatnonzero(self.holding == holding), side="right") - 1).tolist()
+        return (
+            np.searchsorted(self.starts, np.flatnonzero(self.holding == holding), side="right") - 1
+        ).tolist()
 
 
 def _rows(space: Space, slices: RankSlices) -> np.ndarray:
@@ -110,13 +112,17 @@ def _find_distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def check_coverage(space: Space, holdings: Holdings) -> None:
     """Raise InputError unless the rectangles cover the model exactly once."""
-    sizes = np.array([matrix_shape(shape) for shape in space.shapes.values()], np.int64).reshape(-1, 2)
+    sizes = np.array([matrix_shape(shape) for shape in space.shapes.values()], np.int64).reshape(
+        -1, 2
+    )
     name, r0, r1, c0, c1 = holdings.rectangles.T
     areas = _sum_by_name(name, (r1 - r0) * (c1 - c0), len(sizes))
     # The outline consists of the points that are a corner of an odd number of rectangles. If these
     # are just the matrix's own four corners, every element is covered an odd number of times. If
     # the area matches as well, each is covered exactly once.
-    corners = np.concatenate([np.stack([name, row, col], axis=1) for row, col in product((r0, r1), (c0, c1))])
+    corners = np.concatenate(
+        [np.stack([name, row, col], axis=1) for row, col in product((r0, r1), (c0, c1))]
+    )
     points, which = _find_distinct(corners)
     name, row, col = points[np.bincount(which, minlength=len(points)) % 2 == 1].T
     num_rows, num_cols = sizes[name].T
@@ -127,8 +133,10 @@ def check_coverage(space: Space, holdings: Holdings) -> None:
     if is_wrong.any():
         first = int(is_wrong.argmax())
         raise InputError(
-            f"the island's ranks do not hold {space.names[first]!r} exactly once: it has {wanted[first]} elements, "
-            f"their slices {areas[first]} ({_describe_holders(holdings, first)}); the mesh must split it into slices "
+            f"the island's ranks do not hold {space.names[first]!r} exactly once: it has "
+            f"{wanted[first]} elements, "
+            f"their slices {areas[first]} ({_describe_holders(holdings, first)}); the mesh must "
+            "split it into slices "
             "that do not overlap, replicas as equal ones"
         )
 
@@ -140,9 +148,13 @@ def _describe_holders(holdings: Holdings, name: int) -> str:
     for index in found[:MOST_NAMED]:
         _, rows, cols = holdings.rectangle(index)
         holders = holdings.holders(index)
-        ranks = ", ".join(map(str, holders[:MOST_NAMED])) + (", ..." if len(holders) > MOST_NAMED else "")
+        ranks = ", ".join(map(str, holders[:MOST_NAMED])) + (
+            ", ..." if len(holders) > MOST_NAMED else ""
+        )
         texts.append(f"rank {ranks}: rows {rows[0]} to {rows[1]}, columns {cols[0]} to {cols[1]}")
-    return "; ".join(texts + (["..."] if len(found) > MOST_NAMED else [])) or "no rank holds any of it"
+    return (
+        "; ".join(texts + (["..."] if len(found) > MOST_NAMED else [])) or "no rank holds any of it"
+    )
 
 
 def _sum_by_name(names: np.ndarray, values: np.ndarray, num_names: int) -> np.ndarray:

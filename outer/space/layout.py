@@ -1,15 +1,18 @@
-"""The canonical space: all parameters of the model, flattened in one order that does not depend on the mesh.
+"""The canonical space: all parameters of the model, flattened in one order that does not depend on
+the mesh.
 
-The flat vector is cut into parts at boundaries that depend only on the model and the run config. Islands with
-different meshes therefore agree on every index, and the blocks of a codec never depend on a mesh.
+The flat vector is cut into parts at boundaries that depend only on the model and the run config.
+Islands with different meshes therefore agree on every index, and the blocks of a codec never depend
+on a mesh.
 
     names      | embed          | layers.0.wq | ...        | head      |
     flat       0 ........................................... num_elements
     parts      |   0   |   1   |   2   |   3   |   4   | ...       | last |
 
-A part group holds the names that are sent together: the tensors of a fragment, its fine tensors, its moments, or its
-buffers. The names of a part group are adjacent, and no part crosses two of them. A round sends the part groups of its
-fragment whose period has come around. No round sends buffers that only joiners take.
+A part group holds the names that are sent together: the tensors of a fragment, its fine tensors,
+its moments, or its buffers. The names of a part group are adjacent, and no part crosses two of
+them. A round sends the part groups of its fragment whose period has come around. No round sends
+buffers that only joiners take.
 """
 
 import hashlib
@@ -25,7 +28,8 @@ from outer.space.part_sizes import BUFFER_PART_ELEMENTS, equal_length, part_leng
 
 TensorKind = Literal["params", "exp_avg", "exp_avg_sq", "buffer", "donor_buffer"]
 """Parameters; the inner optimizer's first or second moments of the parameters; buffers of the model
-that rounds average; buffers that are each island's own, and of which only a joiner takes a donor's."""
+that rounds average; buffers that are each island's own, and of which only a joiner takes a donor's.
+"""
 
 
 class TensorSpec(Protocol):
@@ -105,7 +109,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """The overlap of a part with a rank's slice: a rectangle of the slice, and its position in the part.
+    """The overlap of a part with a rank's slice: a rectangle of the slice, and its position in the
+    part.
 
     Row i of the rectangle starts at `offset + i * stride` of the part.
     """
@@ -160,7 +165,14 @@ class Space:
                 step = equal_length(length, part_elements, block)
             else:
                 step = part_length(length, part_elements, block, num_islands)
-            of_group = group.fragment, group.is_fine, group.kind, number, group.is_experts, group.count
+            of_group = (
+                group.fragment,
+                group.is_fine,
+                group.kind,
+                number,
+                group.is_experts,
+                group.count,
+            )
             for a in range(start, stop, step):
                 self.parts.append(Part(len(self.parts), a, min(a + step, stop), *of_group))
         self._bounds = [part.start for part in self.parts]
@@ -171,7 +183,10 @@ class Space:
         their parts have the same meaning.
         """
         periods = [group.period for group in self.part_groups]
-        cuts = [(part.start, part.fragment, part.is_fine, periods[part.part_group]) for part in self.parts]
+        cuts = [
+            (part.start, part.fragment, part.is_fine, periods[part.part_group])
+            for part in self.parts
+        ]
         text = repr(([(name, self.shapes[name]) for name in self.names], cuts))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -192,11 +207,13 @@ class Space:
         return round_number % self.num_fragments
 
     def content_of(self, round_number: int) -> int:
-        """Return a number that is equal for rounds that send the same parameters: the fragment, and whether
-        its experts are sent if they have part groups of their own.
+        """Return a number that is equal for rounds that send the same parameters: the fragment, and
+        whether its experts are sent if they have part groups of their own.
         """
         fragment = self.fragment_of(round_number)
-        has_experts = any(self.part_groups[group].is_experts for group in self.part_groups_in(round_number))
+        has_experts = any(
+            self.part_groups[group].is_experts for group in self.part_groups_in(round_number)
+        )
         return fragment + self.num_fragments * has_experts
 
     def sends(self, round_number: int, part_group: int) -> bool:
@@ -210,7 +227,9 @@ class Space:
 
     def part_groups_in(self, round_number: int) -> list[int]:
         """Return the indices of the part groups that a round sends."""
-        return [number for number in range(len(self.part_groups)) if self.sends(round_number, number)]
+        return [
+            number for number in range(len(self.part_groups)) if self.sends(round_number, number)
+        ]
 
     @cached_property
     def model_part_groups(self) -> list[int]:
@@ -283,8 +302,11 @@ def matrix_cols(shape: tuple[int, ...]) -> int:
     return matrix_shape(shape)[1]
 
 
-def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Split the range [start, stop) of a flattened parameter into at most three (rows, cols) rectangles, in order.
+def rectangles(
+    start: int, stop: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Split the range [start, stop) of a flattened parameter into at most three (rows, cols)
+    rectangles, in order.
 
     shape (4, 5), range [3, 17):   . . . # #     first: row 0, cols 3-5
                                    # # # # #     full:  rows 1-3

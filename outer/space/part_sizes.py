@@ -28,7 +28,9 @@ def choose_part_elements(num_params: int) -> int:
     return next(elements for least, elements in PART_ELEMENTS if num_params >= least)
 
 
-def part_length(num_elements: int, part_elements: int, block_elements: int, num_islands: int = 1) -> int:
+def part_length(
+    num_elements: int, part_elements: int, block_elements: int, num_islands: int = 1
+) -> int:
     """Return the number of elements of every part but the last: a multiple of `block_elements`, and
     at least one block.
 
@@ -39,16 +41,20 @@ def part_length(num_elements: int, part_elements: int, block_elements: int, num_
     base = MIN_PARTS if num_elements >= MIN_PARTS * SMALL_PART_ELEMENTS else SMALL_MIN_PARTS
     base = max(base, 1 << (num_islands - 1).bit_length())
     num_parts = -(-num_elements // (part_elements * base)) * base
-    blocks = min(-(-num_elements // (max(num_parts, 1) * block_elements)), part_elements // block_elements)
+    blocks = min(
+        -(-num_elements // (max(num_parts, 1) * block_elements)), part_elements // block_elements
+    )
     return max(blocks, 1) * block_elements
 
 
 def equal_length(num_elements: int, part_elements: int, block_elements: int) -> int:
-    """Return the number of elements of every part but the last, if there are as few parts as possible: a
-    multiple of `block_elements`.
+    """Return the number of elements of every part but the last, if there are as few parts as
+    possible: a multiple of `block_elements`.
 
     >>> equal_length(1000, 600, 1), equal_length(1000, 600, 256), equal_length(100, 600, 256)
     (500, 512, 256)
     """
-    num_parts = -(-num_elements // max(part_elements // block_elements * block_elements, block_elements))
+    num_parts = -(
+        -num_elements // max(part_elements // block_elements * block_elements, block_elements)
+    )
     return -(-num_elements // (max(num_parts, 1) * block_elements)) * block_elements

@@ -1,6 +1,7 @@
 """Collectives among the ranks of one island, for the outer loop.
 
-They use a CPU (gloo) process group of their own, never the process groups that the inner trainer computes with.
+They use a CPU (gloo) process group of their own, never the process groups that the inner trainer
+computes with.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +14,15 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """The ranks of an island as a process group. Every method is collective: all ranks call it in the same order.
+    """The ranks of an island as a process group. Every method is collective: all ranks call it in
+    the same order.
 
     Objects are sent as pickles, because the ranks of one island trust each other.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, background: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, background: dist.ProcessGroup | None = None
+    ) -> None:
         """Wrap the groups. `group` is None on an island of one rank; `background` is a second
         group, for calls from another thread.
         """
@@ -57,7 +61,9 @@ class RankGroup:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def exchange(self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]) -> None:
+    def exchange(
+        self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
         """Copy `outgoing[r]` (fp32 CPU views) into rank r's `incoming[me]`, in list order.
 
         Both ranks must list views of equal sizes in the same order.
@@ -68,10 +74,14 @@ class RankGroup:
             return
         sends = [[] if r == self.rank else v for r, v in enumerate(outgoing)]
         receives = [[] if r == self.rank else v for r, v in enumerate(incoming)]
-        packed = torch.cat([torch.empty(0), *(view.reshape(-1) for views in sends for view in views)])
+        packed = torch.cat(
+            [torch.empty(0), *(view.reshape(-1) for views in sends for view in views)]
+        )
         # Gloo's all_to_all of tensor lists requires equal sizes, so each rank sends one flat tensor
         # with split sizes.
-        sizes_in, sizes_out = ([sum(v.numel() for v in views) for views in side] for side in (receives, sends))
+        sizes_in, sizes_out = (
+            [sum(v.numel() for v in views) for views in side] for side in (receives, sends)
+        )
         received = torch.empty(sum(sizes_in))
         dist.all_to_all_single(received, packed, sizes_in, sizes_out, group=self._group)
         _unpack(received, [view for views in receives for view in views])

@@ -1,7 +1,9 @@
-"""Redistribute local params among the ranks of one island, from slices (as the mesh holds them) to parts, and back.
+"""Redistribute local params among the ranks of one island, from slices (as the mesh holds them) to
+parts, and back.
 
-Each part has one carrier, a rank that holds a large share of it. `gather` sends every part of the local params to its
-carrier; `scatter` sends new values from the carriers to every rank that holds them, replicas included.
+Each part has one carrier, a rank that holds a large share of it. `gather` sends every part of the
+local params to its carrier; `scatter` sends new values from the carriers to every rank that holds
+them, replicas included.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +21,9 @@ from outer.space.ranks import RankGroup
 
 
 class Params(Protocol):
-    """Local params of one rank. `specs` are the model's parameters; `slices` may also include moments."""
+    """Local params of one rank. `specs` are the model's parameters; `slices` may also include
+    moments.
+    """
 
     @property
     def specs(self) -> Sequence: ...
@@ -33,7 +37,9 @@ class Params(Protocol):
 
 @dataclass(frozen=True)
 class Move:
-    """One piece to copy from or to slice `slice_index` of this rank; the index is None on the carrier's side."""
+    """One piece to copy from or to slice `slice_index` of this rank; the index is None on the
+    carrier's side.
+    """
 
     slice_index: int | None
     piece: Piece
@@ -69,7 +75,9 @@ class Redistribution:
         """The carrier of each part, the same list on every rank."""
         self.own_parts = [p.index for p in space.parts if self.carriers[p.index] == ranks.rank]
         """Indices of the parts that this rank carries."""
-        self._gathers, self._scatters = ([PartGroupMoves(ranks.num_ranks) for _ in space.part_groups] for _ in range(2))
+        self._gathers, self._scatters = (
+            [PartGroupMoves(ranks.num_ranks) for _ in space.part_groups] for _ in range(2)
+        )
         self._plan_slices(holdings)
         self._plan_parts(holdings, overlaps)
 
@@ -85,7 +93,10 @@ class Redistribution:
         return parts
 
     def scatter(
-        self, parts: Mapping[int, torch.Tensor], part_groups: Sequence[int] | None = None, mix: float = 0.0
+        self,
+        parts: Mapping[int, torch.Tensor],
+        part_groups: Sequence[int] | None = None,
+        mix: float = 0.0,
     ) -> None:
         """Write parts into the local params of every rank that holds a slice of them.
 
@@ -108,7 +119,10 @@ class Redistribution:
         # Each slice is read once, all together: with params on a GPU a read copies whole slices and
         # waits for the copy.
         slices = self._params.read_all({_slice_index(m) for moves in planned.sends for m in moves})
-        outgoing = [[_rectangle_view(slices[_slice_index(m)], m.piece) for m in moves] for moves in planned.sends]
+        outgoing = [
+            [_rectangle_view(slices[_slice_index(m)], m.piece) for m in moves]
+            for moves in planned.sends
+        ]
         incoming = [[_part_view(parts, m.piece) for m in moves] for moves in planned.receives]
         self._ranks.exchange(outgoing, incoming)
         return parts
@@ -120,7 +134,10 @@ class Redistribution:
         live = {i: None if mix else self._params.live(i) for i in sorted(indices)}
         buffers = {i: self._buffer(i) if values is None else values for i, values in live.items()}
         outgoing = [[_part_view(parts, m.piece) for m in moves] for moves in planned.sends]
-        incoming = [[_rectangle_view(buffers[_slice_index(m)], m.piece) for m in moves] for moves in planned.receives]
+        incoming = [
+            [_rectangle_view(buffers[_slice_index(m)], m.piece) for m in moves]
+            for moves in planned.receives
+        ]
         self._ranks.exchange(outgoing, incoming)
         brought = {i: values for i, values in buffers.items() if live[i] is None}
         if mix:
@@ -157,7 +174,9 @@ class Redistribution:
         """
         me = self._ranks.rank
         mine = np.array(self.carriers, np.int64)[overlaps.part] == me
-        for index, number in zip(overlaps.rectangle[mine].tolist(), overlaps.part[mine].tolist(), strict=True):
+        for index, number in zip(
+            overlaps.rectangle[mine].tolist(), overlaps.part[mine].tolist(), strict=True
+        ):
             rectangle = holdings.rectangle(index)
             holders = holdings.holders(index)
             part = self._space.parts[number]
@@ -190,4 +209,6 @@ def _rectangle_view(matrix: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 def _part_view(parts: Mapping[int, torch.Tensor], piece: Piece) -> torch.Tensor:
     size = _shape(piece)
-    return parts[piece.part].as_strided(size, (piece.stride, 1), parts[piece.part].storage_offset() + piece.offset)
+    return parts[piece.part].as_strided(
+        size, (piece.stride, 1), parts[piece.part].storage_offset() + piece.offset
+    )

@@ -1,4 +1,5 @@
-"""HeLoCo's rule (2606.00271): a stale pseudo-gradient that points against the outer momentum is turned towards it.
+"""HeLoCo's rule (2606.00271): a stale pseudo-gradient that points against the outer momentum is
+turned towards it.
 
 For each part, with pseudo-gradient D, momentum m, their cosine c, and u = D / |D|, v = m / |m|:
 
@@ -7,7 +8,8 @@ For each part, with pseudo-gradient D, momentum m, their cosine c, and u = D / |
     c < 0            D' = D - s c |D| v,  s = min(shrink (-c) trust, most)
     trust = |D| / (|D| + doubt |m|)
 
-The paper uses tensors instead of parts, and for m a running mean, which is (1 - momentum) times the buffer of SGD.
+The paper uses tensors instead of parts, and for m a running mean, which is (1 - momentum) times the
+buffer of SGD.
 """
 
 import math

@@ -13,6 +13,8 @@ class EarlierState:
     round: int
     """Number of rounds committed in that state."""
     digest: str
-    """Digest of all parts. Islands that name the same digest hold the same params and outer momentum."""
+    """Digest of all parts. Islands that name the same digest hold the same params and outer
+    momentum.
+    """
     parts: Mapping[int, PartState]
     """The states of the parts that this rank carries, by part."""

@@ -1,7 +1,9 @@
-"""Global params and outer momentum of the parts that one rank carries: stepped, digested and served to joiners.
+"""Global params and outer momentum of the parts that one rank carries: stepped, digested and served
+to joiners.
 
-The outer optimizer treats parts independently, so each part can be served and brought up to date on its own. A part of
-the inner optimizer's moments or of buffers is averaged unchanged: the mean replaces it, and it has no outer momentum.
+The outer optimizer treats parts independently, so each part can be served and brought up to date on
+its own. A part of the inner optimizer's moments or of buffers is averaged unchanged: the mean
+replaces it, and it has no outer momentum.
 """
 
 import threading
@@ -13,7 +15,15 @@ import torch
 from outer.config import OuterOptimizerConfig
 from outer.errors import MessageError
 from outer.state.optimizer import OuterOptimizer
-from outer.state.part_state import GIVEN_BYTES, PartHeader, PartState, Position, advance, digest_after, raw_bytes
+from outer.state.part_state import (
+    GIVEN_BYTES,
+    PartHeader,
+    PartState,
+    Position,
+    advance,
+    digest_after,
+    raw_bytes,
+)
 
 LOG_BYTES_PER_PARAM = 8
 """Limit in bytes per parameter for the committed means kept for joiners. Beyond the size of a
@@ -44,7 +54,9 @@ class GlobalState:
         self.num_replaced = 0
         """Number of calls of `replace`, each of which begins another history."""
         self._log: deque[tuple[int, int, dict[int, torch.Tensor]]] = deque()
-        """(r, number of contributors, encoded means by part) for each step from round r to r + 1."""
+        """(r, number of contributors, encoded means by part) for each step from round r to r +
+        1.
+        """
         params = {i: v for i, v in self.parts.items() if i not in self._replaced}
         self._optimizer = OuterOptimizer(params, config, num_islands)
         self._digests: dict[int, bytes] = {}
@@ -55,21 +67,27 @@ class GlobalState:
         self._lock = threading.Lock()
 
     def pseudo_grads(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return global minus local params, fp32, of the parts in `local`; for moments and buffers the
-        local values themselves.
+        """Return global minus local params, fp32, of the parts in `local`; for moments and buffers
+        the local values themselves.
 
         `local` is overwritten. The global values are those from which the local params were
-        trained. Moments and buffers are sent whole, because a difference could bring a second moment
-        or a variance to zero or below, which a mean of them cannot.
+        trained. Moments and buffers are sent whole, because a difference could bring a second
+        moment or a variance to zero or below, which a mean of them cannot.
         """
         with self._lock:
-            return {i: v if i in self._replaced else torch.sub(self._base(i), v, out=v) for i, v in local.items()}
+            return {
+                i: v if i in self._replaced else torch.sub(self._base(i), v, out=v)
+                for i, v in local.items()
+            }
 
     def local_values(self, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the local params that have these pseudo-gradients relative to the current
         global params; moments are unchanged.
         """
-        return {i: grad if i in self._replaced else self.parts[i] - grad for i, grad in pseudo_grads.items()}
+        return {
+            i: grad if i in self._replaced else self.parts[i] - grad
+            for i, grad in pseudo_grads.items()
+        }
 
     def carry_over(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return these local values moved to the current global params, with their progress."""
@@ -117,7 +135,9 @@ class GlobalState:
         """
         with self._lock:
             if keeps_bases:
-                self._bases |= {i: self.parts[i].clone() for i in mean_pseudo_grads if i not in self._bases}
+                self._bases |= {
+                    i: self.parts[i].clone() for i in mean_pseudo_grads if i not in self._bases
+                }
             params = {i: mean for i, mean in mean_pseudo_grads.items() if i not in self._replaced}
             self._optimizer.step(params, num_given)
             for index in self._replaced & mean_pseudo_grads.keys():
@@ -150,7 +170,11 @@ class GlobalState:
     @property
     def momentum(self) -> dict[int, torch.Tensor]:
         """The outer optimizer's momentum buffers by carried part; empty when it has no momentum."""
-        return {i: self._optimizer.momentum(i) for i in self._stepped} if self._config.keeps_momentum else {}
+        return (
+            {i: self._optimizer.momentum(i) for i in self._stepped}
+            if self._config.keeps_momentum
+            else {}
+        )
 
     @property
     def pushes(self) -> dict[int, int]:
@@ -163,7 +187,9 @@ class GlobalState:
         return [i for i in self.parts if i not in self._replaced]
 
     def digests(self) -> dict[int, bytes]:
-        """Return the digest of params and momentum by carried part, without the island's own parts."""
+        """Return the digest of params and momentum by carried part, without the island's own
+        parts.
+        """
         for i in self.parts.keys() - self._digests.keys() - self._own:
             self._digests[i] = self._state(i).digest
         return dict(self._digests)
@@ -204,7 +230,10 @@ class GlobalState:
         """
         self._check_carried(index)
         with self._lock:
-            found = next(((given, means) for number, given, means in self._log if number == round_number), None)
+            found = next(
+                ((given, means) for number, given, means in self._log if number == round_number),
+                None,
+            )
         if found is None:
             return None
         num_given, payloads = found
@@ -224,7 +253,9 @@ class GlobalState:
         pushes = self._optimizer.pushes(index)
         return PartState(self.parts[index], momentum, self.position.round, pushes)
 
-    def _remember(self, round_number: int, num_given: int, payloads: Mapping[int, torch.Tensor] | None) -> None:
+    def _remember(
+        self, round_number: int, num_given: int, payloads: Mapping[int, torch.Tensor] | None
+    ) -> None:
         if payloads is None or (self._log and self._log[-1][0] != round_number - 1):
             self._log.clear()
         if payloads is None:

@@ -1,12 +1,13 @@
-"""The outer optimizer: the step of torch.optim.SGD on parts of the global params, or Delayed Nesterov (2401.09135).
+"""The outer optimizer: the step of torch.optim.SGD on parts of the global params, or Delayed
+Nesterov (2401.09135).
 
 In the delayed form each pseudo-gradient g of one of N islands is a push. The paper's c is 0:
 
     theta -= lr g / N,  v += g / N                 at every push
     theta -= lr momentum v,  v *= momentum         after every N of them
 
-So N pushes of g_1 .. g_N make the step of SGD with Nesterov momentum on their mean. v holds the decayed momentum plus
-the pushes since it was last applied.
+So N pushes of g_1 .. g_N make the step of SGD with Nesterov momentum on their mean. v holds the
+decayed momentum plus the pushes since it was last applied.
 """
 
 from collections.abc import Mapping
@@ -34,13 +35,23 @@ class OuterStep:
     @property
     def pushes_after(self) -> int:
         """The value of `pushes` after this step."""
-        return (self.pushes + self.num_given) % self.num_islands if self.config.delayed else self.pushes
+        return (
+            (self.pushes + self.num_given) % self.num_islands
+            if self.config.delayed
+            else self.pushes
+        )
 
     def blend(self, momentum: torch.Tensor, mean: torch.Tensor) -> Blend:
         """Return how the mean of a whole part is changed before the step; see `find_blend`."""
         return find_blend(mean, momentum, self.config)
 
-    def apply(self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, blend: Blend = UNCHANGED) -> None:
+    def apply(
+        self,
+        params: torch.Tensor,
+        momentum: torch.Tensor,
+        mean: torch.Tensor,
+        blend: Blend = UNCHANGED,
+    ) -> None:
         """Step `params` and `momentum` (fp32, in place), a part or any stretch of it, by the mean.
 
         `blend` is the blend of the whole part. Without momentum in the config `momentum` does not
@@ -92,7 +103,9 @@ class OuterOptimizer:
     depend on whether the part has been stepped.
     """
 
-    def __init__(self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig, num_islands: int = 1) -> None:
+    def __init__(
+        self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig, num_islands: int = 1
+    ) -> None:
         """Create the optimizer. `num_islands` is N of Delayed Nesterov."""
         self._parts = dict(parts)
         self._config = config
@@ -101,7 +114,9 @@ class OuterOptimizer:
         has_momentum = config.keeps_momentum
         if config.rule is not None:
             build_own_rule(config.rule, config.options)
-        self._momentum = {part: torch.zeros_like(v) for part, v in self._parts.items()} if has_momentum else {}
+        self._momentum = (
+            {part: torch.zeros_like(v) for part, v in self._parts.items()} if has_momentum else {}
+        )
 
     def step(self, pseudo_grads: Mapping[int, torch.Tensor], num_given: int = 1) -> None:
         """Step part by part. Parts that are not in `pseudo_grads` keep their values and momentum.
@@ -112,7 +127,9 @@ class OuterOptimizer:
             values = self._parts[part]
             got = tuple(pseudo_grad.shape)
             expected = tuple(values.shape)
-            assert got == expected, f"part {part}: pseudo-gradient of shape {got}, expected {expected}"
+            assert got == expected, (
+                f"part {part}: pseudo-gradient of shape {got}, expected {expected}"
+            )
             step = self.next_step(part, num_given)
             momentum = self._momentum.get(part, NONE)
             step.apply(values, momentum, pseudo_grad, step.blend(momentum, pseudo_grad))

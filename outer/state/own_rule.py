@@ -19,10 +19,14 @@ class OuterRule(Protocol):
     independently.
     """
 
-    def step(self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float) -> None:
-        """Step `params` and `momentum` in place. All are 1-D fp32 on the CPU; `momentum` begins as zeros.
+    def step(
+        self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float
+    ) -> None:
+        """Step `params` and `momentum` in place. All are 1-D fp32 on the CPU; `momentum` begins as
+        zeros.
 
-        `mean` is the mean pseudo-gradient: old minus new params, so that params - lr mean goes where the islands went.
+        `mean` is the mean pseudo-gradient: old minus new params, so that params - lr mean goes
+        where the islands went.
         """
         ...
 

@@ -67,8 +67,12 @@ class PartState:
         return self.params.nbytes + self.momentum.nbytes
 
 
-def unpack(body: bytes, num_elements: int, *, has_momentum: bool = True) -> tuple[Position, PartState]:
-    """Parse a part from a donor's bytes. Raises MessageError if they are malformed, of another size or not finite."""
+def unpack(
+    body: bytes, num_elements: int, *, has_momentum: bool = True
+) -> tuple[Position, PartState]:
+    """Parse a part from a donor's bytes. Raises MessageError if they are malformed, of another size
+    or not finite.
+    """
     header, newline, raw = body.partition(b"\n")
     if not newline or len(raw) != state_bytes(num_elements, has_momentum=has_momentum):
         expected = state_bytes(num_elements, has_momentum=has_momentum)
@@ -77,7 +81,9 @@ def unpack(body: bytes, num_elements: int, *, has_momentum: bool = True) -> tupl
         found = parse(PartHeader, header)
     except MessageError:
         raise MessageError("a part's state without a position") from None
-    return Position(round=found.round, tokens=found.tokens), part_of(raw, num_elements, found.round, found.pushes)
+    return Position(round=found.round, tokens=found.tokens), part_of(
+        raw, num_elements, found.round, found.pushes
+    )
 
 
 def unpack_mean(body: bytes) -> tuple[int, bytes]:
@@ -98,7 +104,9 @@ def state_bytes(num_elements: int, *, has_momentum: bool) -> int:
 
 
 def part_of(raw: bytes, num_elements: int, round_number: int, pushes: int = 0) -> PartState:
-    """Parse params followed by momentum from raw fp32. Raises MessageError if a value is not finite."""
+    """Parse params followed by momentum from raw fp32. Raises MessageError if a value is not
+    finite.
+    """
     values = torch.frombuffer(bytearray(raw), dtype=torch.float32) if raw else torch.empty(0)
     if not is_finite(values):
         raise MessageError("a part's state contains non-finite values")

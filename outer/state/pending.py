@@ -1,5 +1,5 @@
-"""The progress of an island that is in no committed round yet: tokens by fragment, tokens by group of
-experts, and units of data.
+"""The progress of an island that is in no committed round yet: tokens by fragment, tokens by group
+of experts, and units of data.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,9 @@ class PendingProgress:
     the same order.
     """
 
-    def __init__(self, replica: Replica, cursor: Cursor, num_fragments: int, max_tokens: int) -> None:
+    def __init__(
+        self, replica: Replica, cursor: Cursor, num_fragments: int, max_tokens: int
+    ) -> None:
         """Create an empty record. `max_tokens`: the most tokens that any island may claim for
         one round.
         """
@@ -31,12 +33,16 @@ class PendingProgress:
         self.expert_weights = [0] * num_fragments
         """The same, since each fragment's experts were last sent."""
         groups = () if claims is None else claims.groups.values()
-        self.counted: dict[ExpertGroup, int] = {group: 0 for of_fragment in groups for group in of_fragment}
-        """How often each group of experts was chosen since it was last sent, up to the last inner step."""
+        self.counted: dict[ExpertGroup, int] = {
+            group: 0 for of_fragment in groups for group in of_fragment
+        }
+        """How often each group of experts was chosen since it was last sent, up to the last inner
+        step.
+        """
 
     def count_routed(self, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
-        """Add what an inner step's tokens chose: for each of the layers, the number of choices of each
-        expert over all ranks.
+        """Add what an inner step's tokens chose: for each of the layers, the number of choices of
+        each expert over all ranks.
         """
         of_layer = dict(zip(layers, counts, strict=True))
         for group in self.counted:

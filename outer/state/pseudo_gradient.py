@@ -14,7 +14,8 @@ from outer.state.earlier import EarlierState
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's parts of the pseudo-gradient of a round's fragment: global params minus local params, fp32.
+    """One rank's parts of the pseudo-gradient of a round's fragment: global params minus local
+    params, fp32.
 
     It also holds the fragment's buffers, and in rounds that average moments its moments, unchanged.
     """
@@ -31,9 +32,13 @@ class Snapshot:
     units: Ranges
     """Units of data read since the last commit."""
     expert_tokens: int = 0
-    """Tokens trained on since the fragment's experts were last averaged, if the round sends them."""
+    """Tokens trained on since the fragment's experts were last averaged, if the round sends
+    them.
+    """
     expert_counts: Sequence[int] = ()
-    """How often these tokens chose each of the fragment's groups of experts, as the island claims it."""
+    """How often these tokens chose each of the fragment's groups of experts, as the island claims
+    it.
+    """
     counted: Mapping[ExpertGroup, int] = field(default_factory=dict)
     """The counts of the routers from which these claims follow, over all ranks."""
 
@@ -47,8 +52,12 @@ class Contribution:
     offer stands until it is withdrawn.
     """
 
-    def __init__(self, snapshot: Snapshot | None = None, earlier: EarlierState | None = None) -> None:
-        """Create the slot with a snapshot, or None, and an offer to go back to `earlier`, or None."""
+    def __init__(
+        self, snapshot: Snapshot | None = None, earlier: EarlierState | None = None
+    ) -> None:
+        """Create the slot with a snapshot, or None, and an offer to go back to `earlier`, or
+        None.
+        """
         self._snapshot = snapshot
         self._earlier = earlier
         self._is_offered = earlier is not None
@@ -68,7 +77,9 @@ class Contribution:
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """Offer to go back no longer. A plan that has been made with the offer may still go back."""
+        """Offer to go back no longer. A plan that has been made with the offer may still go
+        back.
+        """
         with self._changed:
             self._is_offered = False
 
@@ -105,8 +116,14 @@ class Contribution:
             self._changed.wait_for(lambda: self._find(round_number) is not None, seconds)
             snapshot = self._find(round_number)
         if snapshot is None:
-            raise OuterError(f"round {round_number}: this rank had no snapshot within {seconds:.0f} s")
+            raise OuterError(
+                f"round {round_number}: this rank had no snapshot within {seconds:.0f} s"
+            )
         return snapshot
 
     def _find(self, round_number: int) -> Snapshot | None:
-        return self._snapshot if self._snapshot is not None and self._snapshot.round == round_number else None
+        return (
+            self._snapshot
+            if self._snapshot is not None and self._snapshot.round == round_number
+            else None
+        )

@@ -1,4 +1,6 @@
-"""An island's replica of the model: global params spread over its ranks as parts, and the local params they train."""
+"""An island's replica of the model: global params spread over its ranks as parts, and the local
+params they train.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,17 +22,23 @@ from outer.state.pseudo_gradient import Snapshot
 
 
 class Replica:
-    """One rank's part of the replica. Every rank of the island builds it and calls each method in the same order.
+    """One rank's part of the replica. Every rank of the island builds it and calls each method in
+    the same order.
 
-    `commit` and `go_back` may run in another thread while local params are trained; they must be over before the next
-    call. The methods that change local params treat the progress made since the round was launched in different ways,
-    but averaged buffers always become the global ones:
+    `commit` and `go_back` may run in another thread while local params are trained; they must be
+    over before the next call. The methods that change local params treat the progress made since
+    the round was launched in different ways, but averaged buffers always become the global ones:
 
-        merge        local = mix x local + (1 - mix) x global    after a round to which this island contributed
-        correct      local += global - ahead                     the same, when `look_ahead` was called at the launch
-        carry_over   local += global now - global then           after rounds that this island observed
-        take_over    local = global                              progress is in the commit, or dropped
-        rebase       local = global - progress                   after another island's state was taken
+        merge        local = mix x local + (1 - mix) x global    after a round to which this island
+                     contributed
+        correct      local += global - ahead                     the same, when `look_ahead` was
+                     called at the launch
+        carry_over   local += global now - global then           after rounds that this island
+                     observed
+        take_over    local = global                              progress is in the commit, or
+                     dropped
+        rebase       local = global - progress                   after another island's state was
+                     taken
     """
 
     def __init__(
@@ -63,8 +71,9 @@ class Replica:
         ledger = Ledger() if config.gossip else begin_ledger(config.start_islands, self.terms)
         self.carried.position = Position(round=0, tokens=0, ledger=ledger)
         self.digest = self._compute_digest(ranks)
-        """Digest of the committed state of all ranks, ledger included; `commit`, `go_back`, `replace` and `restore`
-        change it."""
+        """Digest of the committed state of all ranks, ledger included; `commit`, `go_back`,
+        `replace` and `restore` change it.
+        """
 
     @property
     def position(self) -> Position:
@@ -92,10 +101,14 @@ class Replica:
 
     def sum_of_squares(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
         """Return the squared L2 norm of these parts of this rank, without moments and buffers."""
-        own = [grad for index, grad in pseudo_grads.items() if not self.space.parts[index].is_replaced]
+        own = [
+            grad for index, grad in pseudo_grads.items() if not self.space.parts[index].is_replaced
+        ]
         return sum(map(sum_of_squares, own))
 
-    def commit(self, means: Mapping[int, Mean], position: Position, num_given: int, *, observes: bool) -> None:
+    def commit(
+        self, means: Mapping[int, Mean], position: Position, num_given: int, *, observes: bool
+    ) -> None:
         """Make one outer step on the parts in `means`, each the mean of `num_given` islands. Local
         params do not change.
 
@@ -103,7 +116,14 @@ class Replica:
         """
         values = {index: mean.values for index, mean in means.items()}
         payloads = {index: mean.payload for index, mean in means.items()}
-        self.carried.commit(values, position, payloads, num_given, keeps_bases=observes, digests=_digests_after(means))
+        self.carried.commit(
+            values,
+            position,
+            payloads,
+            num_given,
+            keeps_bases=observes,
+            digests=_digests_after(means),
+        )
         self.digest = self._compute_digest(self.ranks.background)
 
     def digest_after(self, means: Mapping[int, Mean], position: Position) -> str:
@@ -114,7 +134,9 @@ class Replica:
         return state_digest(self.combine(digests, self.ranks.background), position.ledger.text)
 
     def go_back(self, parts: Mapping[int, PartState], position: Position) -> None:
-        """Make parts of an earlier state the newest one. Local params do not change: call `take_over` next."""
+        """Make parts of an earlier state the newest one. Local params do not change: call
+        `take_over` next.
+        """
         self.carried.replace(parts, position)
         self.digest = self._compute_digest(self.ranks.background)
 
@@ -128,12 +150,17 @@ class Replica:
         self.redistribution.scatter(self.carried.parts, buffers)
 
     def look_ahead(self, snapshot: Snapshot, share: float) -> dict[int, torch.Tensor]:
-        """Set the fragment's local params to the global params after an outer step on this island's `share` alone.
+        """Set the fragment's local params to the global params after an outer step on this island's
+        `share` alone.
 
-        Returns the new values by carried part, for `correct`. No round may be in flight. Local buffers
-        stay as they are.
+        Returns the new values by carried part, for `correct`. No round may be in flight. Local
+        buffers stay as they are.
         """
-        grads = {i: grad for i, grad in snapshot.pseudo_grads.items() if not self.space.parts[i].is_replaced}
+        grads = {
+            i: grad
+            for i, grad in snapshot.pseudo_grads.items()
+            if not self.space.parts[i].is_replaced
+        }
         ahead = {i: self.carried.preview(i, grad * share) for i, grad in grads.items()}
         self.redistribution.scatter(ahead, self._groups_in(snapshot.round)[0])
         return ahead
@@ -149,20 +176,27 @@ class Replica:
         self.redistribution.scatter(self.carried.parts, buffers)
 
     def carry_over(self, round_number: int) -> None:
-        """Move local params that the round sent onto the current global params, keeping the progress
-        made before. Buffers become the global ones.
+        """Move local params that the round sent onto the current global params, keeping the
+        progress made before. Buffers become the global ones.
 
-        Rounds may be committed at the same time. Without a commit since the last call params do not change.
+        Rounds may be committed at the same time. Without a commit since the last call params do not
+        change.
         """
         groups, buffers = self._groups_in(round_number)
-        self.redistribution.scatter(self.carried.carry_over(self.redistribution.gather(groups)), groups)
+        self.redistribution.scatter(
+            self.carried.carry_over(self.redistribution.gather(groups)), groups
+        )
         self._take_over(buffers)
 
     def take_over(self, round_number: int | None = None) -> None:
-        """Set local params and buffers that the round sent, or all (None), to the current global ones."""
+        """Set local params and buffers that the round sent, or all (None), to the current global
+        ones.
+        """
         own = self.space.part_groups_of("donor_buffer")
         everything = [group for group in range(len(self.space.part_groups)) if group not in own]
-        self._take_over(everything if round_number is None else self.space.part_groups_in(round_number))
+        self._take_over(
+            everything if round_number is None else self.space.part_groups_in(round_number)
+        )
 
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
         """Continue from another island's state, which replaces the global state, local params
@@ -180,8 +214,8 @@ class Replica:
         """Set local params to the global params minus these parts, which puts progress on top of a
         newer state.
 
-        Local moments and the island's own buffers are set to those in `pseudo_grads`, averaged buffers
-        to the global ones.
+        Local moments and the island's own buffers are set to those in `pseudo_grads`, averaged
+        buffers to the global ones.
         """
         local = self.carried.local_values(pseudo_grads)
         buffers = {i: self.carried.parts[i] for i in local if self.space.parts[i].kind == "buffer"}
@@ -203,22 +237,34 @@ class Replica:
 
     def combine(self, digests_by_part: dict[int, bytes], ranks: RankGroup) -> str:
         """Return one digest over the parts of all ranks, in part order."""
-        merged = {i: digest for digests in ranks.gather(digests_by_part) for i, digest in digests.items()}
+        merged = {
+            i: digest for digests in ranks.gather(digests_by_part) for i, digest in digests.items()
+        }
         return combine_digests([merged[i] for i in sorted(merged)])
 
     def _groups_in(self, round_number: int) -> tuple[list[int], list[int]]:
-        """Return the part groups that a round sends: those of params and moments, and those of buffers."""
+        """Return the part groups that a round sends: those of params and moments, and those of
+        buffers.
+        """
         sent = self.space.part_groups_in(round_number)
         buffers = self.space.part_groups_of("buffer")
-        return [group for group in sent if group not in buffers], [group for group in sent if group in buffers]
+        return [group for group in sent if group not in buffers], [
+            group for group in sent if group in buffers
+        ]
 
     def _take_over(self, groups: Sequence[int]) -> None:
-        carried = [i for group in groups for i in self.space.parts_in[group] if i in self.carried.parts]
+        carried = [
+            i for group in groups for i in self.space.parts_in[group] if i in self.carried.parts
+        ]
         self.redistribution.scatter(self.carried.take_over(carried), groups)
 
     def _compute_digest(self, ranks: RankGroup) -> str:
-        return state_digest(self.combine(self.carried.digests(), ranks), self.carried.position.ledger.text)
+        return state_digest(
+            self.combine(self.carried.digests(), ranks), self.carried.position.ledger.text
+        )
 
 
 def _digests_after(means: Mapping[int, Mean]) -> dict[int, bytes]:
-    return {index: mean.digest_after for index, mean in means.items() if mean.digest_after is not None}
+    return {
+        index: mean.digest_after for index, mean in means.items() if mean.digest_after is not None
+    }

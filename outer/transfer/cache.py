@@ -41,7 +41,9 @@ class PartsCache:
         self._lock = threading.Lock()
 
     def write(self, part: int, state: PartState) -> None:
-        """Write a part atomically. After the first failure, such as a full disk, nothing more is written."""
+        """Write a part atomically. After the first failure, such as a full disk, nothing more is
+        written.
+        """
         raw = raw_bytes(state.params) + raw_bytes(state.momentum)
         header = self._build_header(part, state.round, state.pushes, raw)
         path = self._folder / f"part-{part:06d}"
@@ -53,7 +55,9 @@ class PartsCache:
             except OSError as error:
                 self._has_failed = True
                 log.warning(
-                    "the downloaded state is not kept on disk, so a restart would download all of it again: %s", error
+                    "the downloaded state is not kept on disk, so a restart would download all of "
+                    "it again: %s",
+                    error,
                 )
 
     def read(self, part: int, num_elements: int, *, has_momentum: bool = True) -> PartState | None:
@@ -71,7 +75,9 @@ class PartsCache:
             return None
 
     def remove(self) -> None:
-        """Delete all parts, because the island has entered the run or the parts are not valid. Idempotent."""
+        """Delete all parts, because the island has entered the run or the parts are not valid.
+        Idempotent.
+        """
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _build_header(self, part: int, number: int, pushes: int, raw: bytes) -> _Header:

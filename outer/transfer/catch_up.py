@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 1.0
 MAX_CHASES = 50
-"""Maximum number of times that the donors may commit further rounds while this island catches up."""
+"""Maximum number of times that the donors may commit further rounds while this island catches
+up.
+"""
 
 
 def is_ahead(replica: Replica, position: Position) -> bool:
@@ -134,7 +136,9 @@ class CatchUp:
         """
         if held == 0:
             return None, 0
-        return self.replica.ranks.on_leader(lambda: self.event_loop.run(download.find_history(held)))
+        return self.replica.ranks.on_leader(
+            lambda: self.event_loop.run(download.find_history(held))
+        )
 
     def _download_state(self, download: Download, newest: int) -> Description | Failure:
         """Download the newest state on all ranks. Return its description, or the cause of the
@@ -148,7 +152,9 @@ class CatchUp:
             if isinstance(target, Failure):
                 return target
             digest = self.replica.combine(download.digests(), self.replica.ranks)
-            result, newest = self.replica.ranks.on_leader(partial(self._verify, download, target, digest))
+            result, newest = self.replica.ranks.on_leader(
+                partial(self._verify, download, target, digest)
+            )
             if isinstance(result, Failure):
                 # Some part is damaged or belongs to another history, and it is not known which
                 # part.
@@ -165,7 +171,9 @@ class CatchUp:
         """
         for _ in range(MAX_CHASES):
             try:
-                result = self.event_loop.run(download.catch_up(target) if target else download.run(0))
+                result = self.event_loop.run(
+                    download.catch_up(target) if target else download.run(0)
+                )
             except TransportError as error:
                 result = str(error)
             results = self.replica.ranks.gather(result)
@@ -178,7 +186,9 @@ class CatchUp:
             target = newest
         return Failure(f"the donors reached round {target} before this island had caught up")
 
-    def _verify(self, download: Download, round_number: int, digest: str) -> tuple[Description | Failure, int]:
+    def _verify(
+        self, download: Download, round_number: int, digest: str
+    ) -> tuple[Description | Failure, int]:
         """Return (the donors' description of this state, their newest round), or (why it cannot
         be taken, 0).
         """
@@ -191,5 +201,8 @@ class CatchUp:
             return Failure(str(error)), 0
         if not self.is_ahead(description.position):
             tokens = description.position.tokens
-            return Failure(f"the state of round {round_number} with {tokens} tokens is not ahead of this island's"), 0
+            return Failure(
+                f"the state of round {round_number} with {tokens} tokens is not ahead of this "
+                "island's"
+            ), 0
         return description, newest

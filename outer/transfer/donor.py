@@ -1,7 +1,10 @@
-"""The serving side of a state transfer: parts of the state, and the means that bring older parts up to date.
+"""The serving side of a state transfer: parts of the state, and the means that bring older parts up
+to date.
 
-    state {round}         description of that round, or of the newest round (control lane, on the leader)
-    part  {part, ...}     params and momentum of a part as they are now     (bulk lane, on the rank that carries it)
+    state {round}         description of that round, or of the newest round (control lane, on the
+                          leader)
+    part  {part, ...}     params and momentum of a part as they are now     (bulk lane, on the rank
+          that carries it)
     mean  {part, round}   the encoded mean that led from `round` to the next (bulk lane, likewise)
     taken {worker}        the worker needs nothing more for now             (control lane)
 
@@ -20,7 +23,16 @@ from outer.errors import TransportError
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.event_loop import loop_time
-from outer.network.messages import MAX_ROUND, Carriers, Digest, Incarnation, Message, PartNumber, pack_carriers, receive
+from outer.network.messages import (
+    MAX_ROUND,
+    Carriers,
+    Digest,
+    Incarnation,
+    Message,
+    PartNumber,
+    pack_carriers,
+    receive,
+)
 from outer.state.global_state import GlobalState
 from outer.state.part_state import Position
 
@@ -37,7 +49,9 @@ PART_SECONDS = 120.0
 """Time limit for a part to arrive until the transfer of parts has been measured."""
 
 ReplyStatus = Literal["part", "mean", "busy", "behind", "gone"]
-"""First line of a reply. behind: this island has not reached that round; gone: the mean is no longer kept."""
+"""First line of a reply. behind: this island has not reached that round; gone: the mean is no
+longer kept.
+"""
 Caller = tuple[Endpoint, int]
 """Rank of a joiner, and the number of one of its workers. A worker makes one request at a time."""
 
@@ -80,7 +94,9 @@ class PartRequest(Message):
 
 
 class MeanRequest(Message):
-    """Request for the encoded mean that led a part from this round to the next. See PartRequest for `worker`."""
+    """Request for the encoded mean that led a part from this round to the next. See PartRequest for
+    `worker`.
+    """
 
     part: PartNumber
     round: int = Field(ge=0, lt=MAX_ROUND)
@@ -145,7 +161,12 @@ class Donor:
         packed = pack_carriers(carriers)
         included = list(included)
         description = Description(
-            digest=digest, position=position, fingerprint=fingerprint, carriers=packed, included=included, proof=proof
+            digest=digest,
+            position=position,
+            fingerprint=fingerprint,
+            carriers=packed,
+            included=included,
+            proof=proof,
         )
         # Earlier descriptions may belong to another history if the state has been replaced since
         # then.
@@ -161,7 +182,9 @@ class Donor:
             raise TransportError("this island has committed no round, so it cannot be a donor")
         wanted = (await receive(StateRequest, body)).round
         if wanted is not None and wanted not in known:
-            raise TransportError(f"round {wanted} is not known here; rounds {min(known)} to {max(known)} are")
+            raise TransportError(
+                f"round {wanted} is not known here; rounds {min(known)} to {max(known)} are"
+            )
         return known[max(known) if wanted is None else wanted]
 
     async def _on_release(self, source: Endpoint, body: bytes) -> bytes:
@@ -171,7 +194,11 @@ class Donor:
         return b""
 
     async def _on_request(
-        self, model: type[R], read: Callable[[R], tuple[ReplyStatus, bytes]], source: Endpoint, body: bytes
+        self,
+        model: type[R],
+        read: Callable[[R], tuple[ReplyStatus, bytes]],
+        source: Endpoint,
+        body: bytes,
     ) -> bytes:
         request = await receive(model, body)
         caller = source, request.worker
@@ -255,7 +282,8 @@ class AdmissionGate:
         self._admitted_at = {caller: at for caller, at in self._admitted_at.items() if at > oldest}
         while self._waiting and len(self._admitted_at) < self._limit():
             caller = min(
-                self._waiting, key=lambda c: sum(c[0].island == source.island for source, _ in self._admitted_at)
+                self._waiting,
+                key=lambda c: sum(c[0].island == source.island for source, _ in self._admitted_at),
             )
             turn = self._waiting.pop(caller)
             if not turn.done():

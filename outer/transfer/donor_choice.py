@@ -49,7 +49,9 @@ class DonorChoice:
         """
         self._asked = [donor for donor in self.find_donors() if donor.island not in self._given_up]
         if self._is_one_by_one and self._asked:
-            self._asked = [min(self._asked, key=lambda donor: (self._failures[donor.island], donor.island))]
+            self._asked = [
+                min(self._asked, key=lambda donor: (self._failures[donor.island], donor.island))
+            ]
         elif len(self._asked) > self._most:
             self._asked = sorted(self._asked, key=self._turn)[: self._most]
         self._started_at = self.now()

@@ -34,11 +34,15 @@ PROBE_SECONDS = 5.0
 """Time limit for the reply to a probe. A frozen or unreachable donor does not reply, while a
 slow link still can."""
 LONGEST_CALL_SECONDS = 3600.0
-"""Time limit of the messenger call. The real limit follows from measurements and is updated during the call."""
+"""Time limit of the messenger call. The real limit follows from measurements and is updated during
+the call.
+"""
 
 
 class DonorClient:
-    """A joiner's connection to one donor. `description` is None before `update_description` and after `suspend`."""
+    """A joiner's connection to one donor. `description` is None before `update_description` and
+    after `suspend`.
+    """
 
     def __init__(self, member: Member, messenger: Messenger, space: Space) -> None:
         self.member = member
@@ -68,13 +72,19 @@ class DonorClient:
         ignored.
         """
         if self.is_usable:
-            log.warning("no state is requested from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error)
+            log.warning(
+                "no state is requested from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error
+            )
             self.suspended_until = loop_time() + SUSPENDED_SECONDS
             self.cause = str(error)
             self.description = None
 
-    async def describe(self, round_number: int | None, seconds: float = DESCRIBE_SECONDS) -> Description:
-        """Fetch the description of a round, or of the newest round for None. Raises TransportError."""
+    async def describe(
+        self, round_number: int | None, seconds: float = DESCRIBE_SECONDS
+    ) -> Description:
+        """Fetch the description of a round, or of the newest round for None. Raises
+        TransportError.
+        """
         request = StateRequest(round=round_number)
         address = self.member.control_addresses[0]
         description = await call_message(
@@ -83,17 +93,28 @@ class DonorClient:
         self._heard_at = loop_time()
         if description.fingerprint != self._space.fingerprint:
             raise MessageError("it trains another model: its parameters differ from this island's")
-        if description.position.round == 0 or round_number not in (None, description.position.round):
-            raise MessageError(f"asked for round {round_number}, it describes round {description.position.round}")
+        if description.position.round == 0 or round_number not in (
+            None,
+            description.position.round,
+        ):
+            raise MessageError(
+                f"asked for round {round_number}, it describes round {description.position.round}"
+            )
         return description
 
     async def update_description(self, *, is_forced: bool = False) -> None:
-        """Fetch the newest description, unless one is known and the update is not forced. Raises TransportError."""
+        """Fetch the newest description, unless one is known and the update is not forced. Raises
+        TransportError.
+        """
         async with self._lock:
             if self.is_usable and (self.description is None or is_forced):
                 description = await self.describe(None)
                 try:
-                    check_carriers(description.carriers, len(self._space.parts), len(self.member.control_addresses))
+                    check_carriers(
+                        description.carriers,
+                        len(self._space.parts),
+                        len(self.member.control_addresses),
+                    )
                 except MessageError as error:
                     raise MessageError(
                         f"island {self.name!r} sends a wrong description of its state: {error}"
@@ -102,7 +123,10 @@ class DonorClient:
                 self.description = description
 
     async def request(
-        self, request: PartRequest | MeanRequest, deadlines: Deadlines, patience: Callable[[], float]
+        self,
+        request: PartRequest | MeanRequest,
+        deadlines: Deadlines,
+        patience: Callable[[], float],
     ) -> tuple[bytes, bytes]:
         """Make a request and return (status, body) of the reply. Raises TransportError.
 
@@ -117,7 +141,12 @@ class DonorClient:
         started = loop_time()
         call = asyncio.create_task(
             self._messenger.call(
-                address, kind, body, timeout_seconds=LONGEST_CALL_SECONDS, lane="bulk", longest=self._longest(request)
+                address,
+                kind,
+                body,
+                timeout_seconds=LONGEST_CALL_SECONDS,
+                lane="bulk",
+                longest=self._longest(request),
             )
         )
         try:
@@ -141,7 +170,10 @@ class DonorClient:
         """Return an upper limit for the reply in bytes: params and momentum in fp32 are the
         longest form of a part.
         """
-        return 2 * state_bytes(self._space.parts[request.part].num_elements, has_momentum=True) + MAX_EXTRA_BYTES
+        return (
+            2 * state_bytes(self._space.parts[request.part].num_elements, has_momentum=True)
+            + MAX_EXTRA_BYTES
+        )
 
     async def _check_life(self) -> None:
         """Raise TransportError if no reply came from the donor for QUIET_SECONDS and it does not
@@ -157,7 +189,10 @@ class DonorClient:
         """
         body = ReleaseRequest(worker=worker).encode()
         addresses = [self.member.control_addresses[rank] for rank in sorted(set(self._carriers))]
-        calls = (self._messenger.call(a, "taken", body, timeout_seconds=RELEASE_SECONDS) for a in addresses)
+        calls = (
+            self._messenger.call(a, "taken", body, timeout_seconds=RELEASE_SECONDS)
+            for a in addresses
+        )
         await asyncio.gather(*calls, return_exceptions=True)
 
 
@@ -230,5 +265,7 @@ async def _find_first_description(
     if len(lost) == len(donors):
         raise TransportError(f"no island answers: {list_some(causes)}")
     if differing:
-        raise MessageError(f"the state taken is not the state of round {round_number}: {list_some(differing)}")
+        raise MessageError(
+            f"the state taken is not the state of round {round_number}: {list_some(differing)}"
+        )
     return None

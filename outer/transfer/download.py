@@ -1,11 +1,14 @@
-"""The receiving side of a state transfer: one rank's parts, from several donors at once, while rounds continue.
+"""The receiving side of a state transfer: one rank's parts, from several donors at once, while
+rounds continue.
 
-    run(at_least)             fetch every part at round `at_least` or later; parts arrive at different rounds
+    run(at_least)             fetch every part at round `at_least` or later; parts arrive at
+                              different rounds
     catch_up(target)          bring all parts to one round by the means that they lack
     describe(round, digest)   ask the donors whether this is the digest of that round
 
-Every donor has workers that take the next part from one common queue, so a faster donor serves more parts. A part that
-a donor fails to serve goes back into the queue. Residuals of error feedback are never transferred.
+Every donor has workers that take the next part from one common queue, so a faster donor serves more
+parts. A part that a donor fails to serve goes back into the queue. Residuals of error feedback are
+never transferred.
 """
 
 import asyncio
@@ -57,14 +60,18 @@ class Download:
         self._has_read_cache = False
 
     def use_donors(self, donors: Sequence[Member]) -> None:
-        """Replace the donors. The new ones must share one history. Parts that have arrived are kept."""
+        """Replace the donors. The new ones must share one history. Parts that have arrived are
+        kept.
+        """
         self._donors = [DonorClient(member, self._messenger, self._plan.space) for member in donors]
         self.fetcher.tokens.clear()
 
     async def run(self, at_least: int) -> int:
-        """Fetch all parts, each at round `at_least` or later, and return the highest round among them.
+        """Fetch all parts, each at round `at_least` or later, and return the highest round among
+        them.
 
-        Raises TransportError with each donor's cause when no donor is left. Parts that have arrived are kept.
+        Raises TransportError with each donor's cause when no donor is left. Parts that have arrived
+        are kept.
         """
         await self._read_cache()
         await self._fetch_all(at_least)
@@ -116,12 +123,17 @@ class Download:
         if self._cache is not None:
             self._cache.remove()
 
-    # -- the queue and its workers --------------------------------------------------------------------------
+    # -- the queue and its workers -----------------------------------------------------------------
     async def _fetch_all(self, target: int) -> None:
-        rounds = {part: self.parts[part].round if part in self.parts else target for part in self._plan.parts}
+        rounds = {
+            part: self.parts[part].round if part in self.parts else target
+            for part in self._plan.parts
+        }
         # The parts of the oldest rounds come first, because donors drop their means soonest.
         # Missing parts are less urgent.
-        wanted = sorted((p for p in rounds if p not in self.parts or rounds[p] < target), key=rounds.__getitem__)
+        wanted = sorted(
+            (p for p in rounds if p not in self.parts or rounds[p] < target), key=rounds.__getitem__
+        )
         if not wanted:
             return
         if not self._donors:
@@ -143,8 +155,12 @@ class Download:
             await asyncio.gather(done, *workers, return_exceptions=True)
         await asyncio.gather(*(donor.release() for donor in self._donors if donor.is_usable))
 
-    async def _work(self, donor: DonorClient, worker: int, queue: "asyncio.Queue[int]", target: int) -> None:
-        """Fetch parts from one donor until cancelled. Raises TransportError when no donor is left."""
+    async def _work(
+        self, donor: DonorClient, worker: int, queue: "asyncio.Queue[int]", target: int
+    ) -> None:
+        """Fetch parts from one donor until cancelled. Raises TransportError when no donor is
+        left.
+        """
         has_place = False
         while True:
             await self._wait_until_usable(donor)
@@ -157,7 +173,9 @@ class Download:
             has_place = True
             try:
                 if donor.is_usable:
-                    is_fetched = await self.fetcher.fetch(donor, worker, part, target, lambda: self._patience(donor))
+                    is_fetched = await self.fetcher.fetch(
+                        donor, worker, part, target, lambda: self._patience(donor)
+                    )
             except TransportError as error:
                 self._suspend(donor, error)
             finally:
@@ -181,12 +199,17 @@ class Download:
             now = loop_time()
             quiet = now - self.fetcher.arrived_at
             if quiet > max(PART_SECONDS, self.fetcher.deadlines.limit("part")):
-                raise TransportError(f"no part of the state has arrived for {quiet:.0f} s: {self._causes()}")
+                raise TransportError(
+                    f"no part of the state has arrived for {quiet:.0f} s: {self._causes()}"
+                )
             if now - told_at > TELL_SECONDS:
                 told_at = now
                 rate = (self.fetcher.bytes_received - bytes_before) / (now - started) / 1e6
                 donors = ", ".join(donor.name for donor in self._donors if donor.is_usable)
-                text = f"{len(self.parts)} of {len(self._plan.parts)} parts, {rate:.1f} MB/s from {donors}"
+                text = (
+                    f"{len(self.parts)} of {len(self._plan.parts)} parts, {rate:.1f} MB/s from "
+                    f"{donors}"
+                )
                 self._on_progress(text)
                 if now - logged_at > LOG_SECONDS:
                     logged_at = now
@@ -213,9 +236,11 @@ class Download:
     def _round_of(self, part: int) -> int:
         return self.parts[part].round if part in self.parts else -1
 
-    # -- donors ---------------------------------------------------------------------------------------------
+    # -- donors ------------------------------------------------------------------------------------
     async def _wait_until_usable(self, donor: DonorClient) -> None:
-        """Wait while the donor is suspended, then fetch its description. Raises TransportError when none is left."""
+        """Wait while the donor is suspended, then fetch its description. Raises TransportError when
+        none is left.
+        """
         while not donor.is_usable or donor.description is None:
             await asyncio.sleep(max(0.0, donor.suspended_until - loop_time()))
             try:

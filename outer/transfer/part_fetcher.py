@@ -1,4 +1,6 @@
-"""Fetches single parts for a download: the part itself, or the means that bring it to the wanted round."""
+"""Fetches single parts for a download: the part itself, or the means that bring it to the wanted
+round.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +18,9 @@ from outer.transfer.download_plan import DownloadPlan
 
 
 class PartFetcher:
-    """The parts of a download, and the checks that each of them passes. All methods run on one event loop."""
+    """The parts of a download, and the checks that each of them passes. All methods run on one
+    event loop.
+    """
 
     def __init__(
         self,
@@ -75,7 +79,9 @@ class PartFetcher:
         return True
 
     def check_history(self, round_number: int, tokens: int) -> None:
-        """Raise MessageError if another donor has reported a different number of tokens for this round."""
+        """Raise MessageError if another donor has reported a different number of tokens for this
+        round.
+        """
         if (known := self.tokens.setdefault(round_number, tokens)) != tokens:
             cause = f"{tokens} tokens at round {round_number}, but {known} from another donor"
             raise MessageError(f"it is of another history: {cause}")
@@ -86,12 +92,16 @@ class PartFetcher:
             unpack, body, bounds.num_elements, has_momentum=not bounds.is_replaced
         )
         if position.round < target:
-            raise MessageError(f"it sent part {part} of round {position.round}, asked for {target} or later")
+            raise MessageError(
+                f"it sent part {part} of round {position.round}, asked for {target} or later"
+            )
         if position.round > donor.round + 1:
             await donor.update_description(is_forced=True)
         # A rank may have committed slightly before its leader describes the round.
         if position.round > donor.round + 1:
-            raise MessageError(f"it sent part {part} of round {position.round}, but is in round {donor.round}")
+            raise MessageError(
+                f"it sent part {part} of round {position.round}, but is in round {donor.round}"
+            )
         self.check_history(position.round, position.tokens)
         if self._cache is not None:
             await asyncio.to_thread(self._cache.write, part, state)
@@ -102,7 +112,13 @@ class PartFetcher:
 
     def _apply_mean(self, part: int, state: PartState, body: bytes) -> PartState:
         num_contributors, payload = unpack_mean(body)
-        coded = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0).byte()
+        coded = (
+            torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            if payload
+            else torch.empty(0).byte()
+        )
         codec = self._plan.coding.mean_codec_for(self._plan.space.parts[part])
         mean = codec.decode(coded, state.params.numel())
-        return advance(state, mean, self._plan.optimizer_for(part), num_contributors, self._plan.num_islands)
+        return advance(
+            state, mean, self._plan.optimizer_for(part), num_contributors, self._plan.num_islands
+        )

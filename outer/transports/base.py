@@ -1,4 +1,6 @@
-"""The Transport interface, for bulk payloads. Control messages go through a Messenger, on connections of their own."""
+"""The Transport interface, for bulk payloads. Control messages go through a Messenger, on
+connections of their own.
+"""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -9,7 +11,8 @@ from outer.network.endpoints import Endpoint, Tag, Traffic
 
 
 class Transport(Protocol):
-    """Moves payloads (1-D uint8 CPU tensors). All methods run on the one event loop that owns the transport.
+    """Moves payloads (1-D uint8 CPU tensors). All methods run on the one event loop that owns the
+    transport.
 
     The caller limits every wait (asyncio.timeout). It may cancel a send or recv at any time, and
     may then call only `disconnect` and `close`.
@@ -22,7 +25,8 @@ class Transport(Protocol):
     ...     hub = Hub()
     ...     ours, theirs = (LoopbackTransport(hub, "run", me, connect_seconds=5) for me in (a, b))
     ...     addresses = {a: ours.address, b: theirs.address}
-    ...     await asyncio.gather(ours.connect("epoch-0", addresses), theirs.connect("epoch-0", addresses))
+    ...     await asyncio.gather(ours.connect("epoch-0", addresses), theirs.connect("epoch-0",
+            addresses))
     ...     tag = Tag(round=0, attempt=0, leg=Leg.REDUCE, part=7)
     ...     await ours.send(b, tag, torch.tensor([1, 2, 3], dtype=torch.uint8))
     ...     return (await theirs.recv(a, tag, num_bytes=3)).tolist()
@@ -40,26 +44,34 @@ class Transport(Protocol):
 
     @property
     def address(self) -> str:
-        """The address at which other islands reach this endpoint. It is published in the membership record."""
+        """The address at which other islands reach this endpoint. It is published in the membership
+        record.
+        """
         ...
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
-        """Join the group `epoch` of endpoints, which includes this one. All of its endpoints must call this.
+        """Join the group `epoch` of endpoints, which includes this one. All of its endpoints must
+        call this.
 
-        The group replaces any earlier one. Raises PeerLost or DeadlineError when an endpoint does not join.
+        The group replaces any earlier one. Raises PeerLost or DeadlineError when an endpoint does
+        not join.
         """
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         """Send `payload` and return when its buffer may be reused. Raises PeerLost."""
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
-        """Wait for the payload with this tag, of exactly `num_bytes`. Raises PeerLost or MessageError."""
+        """Wait for the payload with this tag, of exactly `num_bytes`. Raises PeerLost or
+        MessageError.
+        """
         ...
 
     async def disconnect(self) -> None:
-        """Leave the group and drop everything in flight. Call it after any error, before the next connect.
+        """Leave the group and drop everything in flight. Call it after any error, before the next
+        connect.
 
-        Other endpoints that wait for this one get PeerLost, so they learn of an abort without waiting for a deadline.
+        Other endpoints that wait for this one get PeerLost, so they learn of an abort without
+        waiting for a deadline.
         """
 
     async def close(self) -> None:

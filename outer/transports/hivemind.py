@@ -1,4 +1,6 @@
-"""A transport over libp2p streams: encrypted, through NAT, with separate streams for each ordered pair of endpoints."""
+"""A transport over libp2p streams: encrypted, through NAT, with separate streams for each ordered
+pair of endpoints.
+"""
 
 import asyncio
 
@@ -45,16 +47,24 @@ class HivemindTransport(StreamTransport):
 
     async def _open(self, other: Endpoint, address: str) -> Stream:
         place = parse_address(address)
-        reader, writer = await self._daemon.open_stream(place, stream_name(self._run_id, "bulk", place.rank))
+        reader, writer = await self._daemon.open_stream(
+            place, stream_name(self._run_id, "bulk", place.rank)
+        )
         return self._stream(reader, writer, place.peer_id)
 
-    async def _accept(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         stream = self._stream(reader, writer, peer_id)
         # Another island's stream must not wait behind the streams of a stranger, who may have many
         # peer ids.
         await self._serve(self._guests.enter(peer_id, stream.close), stream)
 
-    def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer_id: str) -> FrameStream:
-        stream = FrameStream(reader, writer, self._run, self.traffic, PeerIds(self._daemon.peer_id, peer_id))
+    def _stream(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer_id: str
+    ) -> FrameStream:
+        stream = FrameStream(
+            reader, writer, self._run, self.traffic, PeerIds(self._daemon.peer_id, peer_id)
+        )
         stream.peer = peer_id
         return stream

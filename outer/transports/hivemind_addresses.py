@@ -1,4 +1,6 @@
-"""Text addresses of libp2p peers: multiaddresses and the addresses in islands' records, with their checks."""
+"""Text addresses of libp2p peers: multiaddresses and the addresses in islands' records, with their
+checks.
+"""
 
 import errno
 import ipaddress
@@ -21,7 +23,9 @@ CIRCUIT_CODE = b"\xa2\x02"
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """Address of a rank of a peer. Its text form is `<peer id>:<rank>@<multiaddress>;<multiaddress>...`."""
+    """Address of a rank of a peer. Its text form is `<peer
+    id>:<rank>@<multiaddress>;<multiaddress>...`.
+    """
 
     peer_id: str
     rank: int
@@ -32,7 +36,9 @@ class PeerAddress:
 
 
 def parse_address(text: str) -> PeerAddress:
-    """Parse the address in a peer's record. Raises PeerLost if it is malformed, since the peer cannot be reached."""
+    """Parse the address in a peer's record. Raises PeerLost if it is malformed, since the peer
+    cannot be reached.
+    """
     try:
         if len(text) > MAX_ADDRESS_LENGTH:
             raise ValueError("too long")
@@ -62,12 +68,17 @@ def check_bootstrap(bootstrap: Sequence[str]) -> None:
 
 
 def check_multiaddresses(where: str, addresses: Sequence[str]) -> None:
-    """Raise InputError, which begins with the setting `where`, unless every address is a multiaddress."""
+    """Raise InputError, which begins with the setting `where`, unless every address is a
+    multiaddress.
+    """
     for address in addresses:
         try:
             Multiaddr(address)
         except Exception as error:  # noqa: BLE001 - the parser raises errors of many types
-            text = f"{where}: {address!r} is not a multiaddress ({error}); e.g. /ip4/10.0.0.1/tcp/31337"
+            text = (
+                f"{where}: {address!r} is not a multiaddress ({error}); e.g. "
+                "/ip4/10.0.0.1/tcp/31337"
+            )
             raise InputError(text) from None
 
 
@@ -87,7 +98,9 @@ def find_taken(addresses: Sequence[str]) -> str | None:
 def _is_taken(host: str, port: int) -> bool:
     """Return whether another process listens there. libp2p reports all other problems itself."""
     with suppress(OSError):
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
+            0
+        ]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -123,7 +136,10 @@ def choose_multiaddresses(
     if announce_host is None:
         return listen, None
     if listen_port == 0:
-        raise InputError("island.announce_host needs a fixed island.listen_port: got 0; set the port that is forwarded")
+        raise InputError(
+            "island.announce_host needs a fixed island.listen_port: got 0; set the port that is "
+            "forwarded"
+        )
     return listen, [make_multiaddress(announce_host, listen_port)]
 
 
@@ -146,6 +162,8 @@ def to_dialable(maddr: str) -> Multiaddr:
 
 def unreachable_message(bootstrap: Sequence[str], waited: float, cause: str) -> str:
     return (
-        f"island.bootstrap: none of these addresses answered within {waited:.0f} s: {', '.join(bootstrap)} "
-        f"({cause}); check that `diloco bootstrap` or another island runs there and that its port is open"
+        f"island.bootstrap: none of these addresses answered within {waited:.0f} s: "
+        f"{', '.join(bootstrap)} "
+        f"({cause}); check that `diloco bootstrap` or another island runs there and that its port "
+        "is open"
     )

@@ -37,7 +37,12 @@ from outer.transports.hivemind_addresses import (
     to_dialable,
     unreachable_message,
 )
-from outer.transports.hivemind_sockets import named_p2p, next_prefix, remove_dead_sockets, remove_sockets
+from outer.transports.hivemind_sockets import (
+    named_p2p,
+    next_prefix,
+    remove_dead_sockets,
+    remove_sockets,
+)
 
 IDLE_SECONDS = 3
 PORT_SECONDS = 2.0 * IDLE_SECONDS
@@ -90,9 +95,13 @@ class Daemon:
         return ";".join((str(self.p2p._daemon_listen_maddr), *self.maddrs))  # pyright: ignore[reportAttributeAccessIssue]
 
     async def serve(self, name: str, accept: StreamHandler) -> None:
-        """Pass every incoming stream of this name to `accept`, except streams of peers that are not allowed."""
+        """Pass every incoming stream of this name to `accept`, except streams of peers that are not
+        allowed.
+        """
 
-        async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def handle(
+            info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             peer_id = info.peer_id.to_base58()
             if self.auth.access.may_connect(peer_id):
                 await accept(peer_id, reader, writer)
@@ -102,7 +111,9 @@ class Daemon:
 
         await self.p2p.add_binary_stream_handler(name, handle)
 
-    async def open_stream(self, address: PeerAddress, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open_stream(
+        self, address: PeerAddress, name: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a stream to the peer's handler `name`. The caller limits the time. Raises
         PeerLost.
         """
@@ -111,11 +122,15 @@ class Daemon:
             raise PeerLost(address.peer_id, NOT_ALLOWED)
         peer_id = PeerID.from_base58(address.peer_id)
         try:
-            with suppress(P2PDaemonError):  # if no address answers, the swarm may still find a route
+            with suppress(
+                P2PDaemonError
+            ):  # if no address answers, the swarm may still find a route
                 await self.dial(address)
             _, reader, writer = await self.p2p.call_binary_stream_handler(peer_id, name)
         except (P2PDaemonError, OSError, EOFError, ValueError) as error:
-            raise PeerLost(address.peer_id, f"cannot open {name!r} there: {first_line(error)}") from None
+            raise PeerLost(
+                address.peer_id, f"cannot open {name!r} there: {first_line(error)}"
+            ) from None
         return reader, writer
 
     async def dial(self, address: PeerAddress) -> None:
@@ -123,14 +138,21 @@ class Daemon:
         Raises P2PDaemonError.
         """
         client: Client = self.p2p._client  # pyright: ignore[reportAssignmentType]
-        await client.connect(PeerID.from_base58(address.peer_id), [to_dialable(m) for m in address.maddrs])
+        await client.connect(
+            PeerID.from_base58(address.peer_id), [to_dialable(m) for m in address.maddrs]
+        )
 
     async def hosts_of(self, peer_id: str) -> Collection[str]:
         """Return the hosts at the other ends of the connections with a peer. For a relayed
         connection this is the relay's host.
         """
         connected = await self.p2p.list_peers()
-        maddrs = [str(maddr) for peer in connected if peer.peer_id.to_base58() == peer_id for maddr in peer.addrs]
+        maddrs = [
+            str(maddr)
+            for peer in connected
+            if peer.peer_id.to_base58() == peer_id
+            for maddr in peer.addrs
+        ]
         return {host_of(maddr) for maddr in maddrs}
 
     async def wait_for_loss(self) -> str:
@@ -143,11 +165,17 @@ class Daemon:
         await asyncio.sleep(GOODBYE_SECONDS)
         if self._is_closed:
             return ""
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        how = (
+            f"was ended by {signal.Signals(-status).name}"
+            if status < 0
+            else f"ended with status {status}"
+        )
         return f"the libp2p daemon of this node {how}, and with it all of its connections"
 
     async def close(self) -> None:
-        """Detach from the daemon, which ends if this rank started it, and remove its sockets. Idempotent."""
+        """Detach from the daemon, which ends if this rank started it, and remove its sockets.
+        Idempotent.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -157,19 +185,26 @@ class Daemon:
         except TimeoutError:
             if self.p2p._child is not None:
                 self.p2p._child.kill()
-        remove_dead_sockets()  # Also of other daemons that are dead, because perhaps no other process starts here.
+        # Also of other daemons that are dead, because perhaps no other process starts here.
+        remove_dead_sockets()
 
 
 async def attach_daemon(local_address: str, rank: int, auth: PeerAuth) -> Daemon:
-    """Attach to the daemon that another rank of this node has started, given its `local_address`. Raises InputError."""
+    """Attach to the daemon that another rank of this node has started, given its `local_address`.
+    Raises InputError.
+    """
     silence_libraries()
     listens_at, *maddrs = local_address.split(";")
     try:
-        return Daemon(await named_p2p(next_prefix()).replicate(Multiaddr(listens_at)), rank, maddrs, auth)
+        return Daemon(
+            await named_p2p(next_prefix()).replicate(Multiaddr(listens_at)), rank, maddrs, auth
+        )
     except OSError as error:
         raise InputError(
-            f"the libp2p daemon of this node does not answer at {listens_at}: {error.strerror or error}; it has ended, "
-            "or ranks of different nodes or containers have the same host name and node number (LOCAL_RANK): start "
+            f"the libp2p daemon of this node does not answer at {listens_at}: "
+            f"{error.strerror or error}; it has ended, "
+            "or ranks of different nodes or containers have the same host name and node number "
+            "(LOCAL_RANK): start "
             "them with torchrun or `diloco launch`"
         ) from None
 
@@ -190,18 +225,28 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
     async def attempt() -> P2P | None:
         nonlocal cause
         try:
-            return await _create_p2p(settings, settings.connect_seconds - (time.monotonic() - started))
+            return await _create_p2p(
+                settings, settings.connect_seconds - (time.monotonic() - started)
+            )
         except P2PDaemonError as error:
             cause = first_line(error)
         if "bootstrap" not in cause and "failed to start in" not in cause:
-            raise InputError(f"the libp2p daemon does not start on {', '.join(settings.host_maddrs)}: {cause}")
+            raise InputError(
+                f"the libp2p daemon does not start on {', '.join(settings.host_maddrs)}: {cause}"
+            )
         return None
 
-    p2p = await retry(attempt, seconds=settings.connect_seconds - RETRY_SECONDS, pause_seconds=RETRY_SECONDS)
+    p2p = await retry(
+        attempt, seconds=settings.connect_seconds - RETRY_SECONDS, pause_seconds=RETRY_SECONDS
+    )
     if p2p is None:
-        raise UnreachableError(unreachable_message(settings.bootstrap, time.monotonic() - started, cause))
+        raise UnreachableError(
+            unreachable_message(settings.bootstrap, time.monotonic() - started, cause)
+        )
     maddrs = [str(m) for m in await p2p.get_visible_maddrs()]
-    if settings.relay == "client":  # it uses two of the relays, and others try to reach it through all
+    if (
+        settings.relay == "client"
+    ):  # it uses two of the relays, and others try to reach it through all
         peer = maddrs[0].rpartition("/p2p/")[2]
         maddrs += [f"{m}/p2p-circuit/p2p/{peer}" for m in settings.bootstrap]
     return Daemon(p2p, settings.rank, maddrs, settings.auth)
@@ -216,7 +261,10 @@ async def _wait_for_port(host_maddrs: Sequence[str]) -> None:
         return find_taken(host_maddrs) is None
 
     if not await retry(is_free, seconds=PORT_SECONDS, pause_seconds=RETRY_SECONDS):
-        raise InputError(f"cannot listen on {find_taken(host_maddrs)}: Address already in use; choose another port")
+        raise InputError(
+            f"cannot listen on {find_taken(host_maddrs)}: Address already in use; choose another "
+            "port"
+        )
 
 
 async def _create_p2p(settings: DaemonSettings, seconds_left: float) -> P2P:
@@ -245,17 +293,26 @@ async def _create_named(prefix: str, settings: DaemonSettings, seconds_left: flo
 
 
 def _relay_options(settings: DaemonSettings) -> dict[str, Any]:
-    """Options of P2P.create for NAT. Dialling through relays is always on, because other peers may be behind one."""
+    """Options of P2P.create for NAT. Dialling through relays is always on, because other peers may
+    be behind one.
+    """
     if settings.relay == "server":  # a daemon relays only if it assumes that it is reachable
         return {"force_reachability": "public", "auto_nat": True}
     if settings.relay == "client":
         relays = list(settings.bootstrap)
-        return {"force_reachability": "private", "auto_nat": True, "use_auto_relay": True, "trusted_relays": relays}
+        return {
+            "force_reachability": "private",
+            "auto_nat": True,
+            "use_auto_relay": True,
+            "trusted_relays": relays,
+        }
     return {"auto_nat": not is_local(settings.host_maddrs)}
 
 
 def check_settings(settings: DaemonSettings) -> None:
-    """Raise InputError for malformed addresses and peer ids, and for a relay client that knows no relay."""
+    """Raise InputError for malformed addresses and peer ids, and for a relay client that knows no
+    relay.
+    """
     check_multiaddresses("listen_host and listen_port", settings.host_maddrs)
     check_bootstrap(settings.bootstrap)
     for peer_id in settings.auth.access.peer_ids:
@@ -263,12 +320,15 @@ def check_settings(settings: DaemonSettings) -> None:
             parse_address(f"{peer_id}:0@")
         except PeerLost:
             raise InputError(
-                f"island.allow: {peer_id!r} is neither an island's key (64 hexadecimal digits, as `diloco key` prints "
-                "it) nor a libp2p peer id; the id follows /p2p/ in an island's address, 12D3Koo... or Qm..."
+                f"island.allow: {peer_id!r} is neither an island's key (64 hexadecimal digits, as "
+                "`diloco key` prints "
+                "it) nor a libp2p peer id; the id follows /p2p/ in an island's address, 12D3Koo... "
+                "or Qm..."
             ) from None
     if settings.relay == "client" and not settings.bootstrap:
         raise InputError(
-            "island.relay: client needs relays to be reached through: put the addresses of islands with "
+            "island.relay: client needs relays to be reached through: put the addresses of islands "
+            "with "
             "island.relay=server into island.bootstrap"
         )
 
@@ -283,7 +343,9 @@ def silence_libraries() -> None:
 
 
 def _ensure_identity(path: Path) -> None:
-    """Create the key file atomically if there is none, because an island cannot start with half a key."""
+    """Create the key file atomically if there is none, because an island cannot start with half a
+    key.
+    """
     if path.exists():
         return
     with file_beside(path) as beside:

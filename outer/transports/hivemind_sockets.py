@@ -47,13 +47,20 @@ def remove_sockets(prefix: str) -> None:
 
 
 def remove_dead_sockets() -> None:
-    """Remove the socket files of this user that processes left behind when they were killed or failed."""
+    """Remove the socket files of this user that processes left behind when they were killed or
+    failed.
+    """
     for path in socket_folder().glob("diloco-*.sock"):
         owner = NAME.fullmatch(path.name)
         with suppress(OSError):
             # A daemon lives for some seconds after its rank. A daemon that is starting does not
             # answer yet, but its rank is alive.
-            if owner and not is_alive(int(owner[1])) and path.stat().st_uid == os.getuid() and not answers(path):
+            if (
+                owner
+                and not is_alive(int(owner[1]))
+                and path.stat().st_uid == os.getuid()
+                and not answers(path)
+            ):
                 path.unlink()
 
 

@@ -1,4 +1,6 @@
-"""A transport between islands that are threads of one process. Tests of faults and of parity use it."""
+"""A transport between islands that are threads of one process. Tests of faults and of parity use
+it.
+"""
 
 import asyncio
 import threading
@@ -46,14 +48,18 @@ be the listener's own."""
 
 
 class Hub:
-    """The network that the loopback islands of one process share. It may be used from all of their event loops."""
+    """The network that the loopback islands of one process share. It may be used from all of their
+    event loops.
+    """
 
     def __init__(self, delivery: DeliverySchedule = lambda parcel, deliver: deliver()) -> None:
         self.lock = threading.RLock()
         self.deliver = delivery
         self.groups: dict[str, dict[Endpoint, LoopbackTransport]] = {}
         """Transports that have joined a group, by epoch and endpoint."""
-        self.messengers: dict[str, Any] = {}  # by address; their type is in outer.membership.loopback
+        self.messengers: dict[
+            str, Any
+        ] = {}  # by address; their type is in outer.membership.loopback
         self.records: dict[str, dict[str, str]] = defaultdict(dict)
         """Members as JSON, by run and island."""
         self.num_changes = 0
@@ -139,7 +145,9 @@ class LoopbackTransport:
         await self.disconnect()
         self._epoch = f"{self._run_id}/{epoch}"
         self._others = [e for e in addresses if e.island != self._me.island]
-        self._ranks_of = {name: tuple(ranks) for name, ranks in groupby(self._others, key=lambda e: e.island)}
+        self._ranks_of = {
+            name: tuple(ranks) for name, ranks in groupby(self._others, key=lambda e: e.island)
+        }
         self._mailbox = Mailbox(self._others)
         for other in self._others:
             if self._hub.is_cut(self._me.island, other.island):
@@ -155,7 +163,9 @@ class LoopbackTransport:
                 await self._changed.wait_until(self._has_all)
         except TimeoutError:
             missing = ", ".join(str(other) for other in self._missing())
-            raise DeadlineError(f"{missing} did not join within {self._connect_seconds:g} s") from None
+            raise DeadlineError(
+                f"{missing} did not join within {self._connect_seconds:g} s"
+            ) from None
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         copy = check_payload(payload).clone()
@@ -168,7 +178,10 @@ class LoopbackTransport:
         epoch = self._epoch
         me = self._me
         parcel = Parcel(me.island, to.island, "payload", HEADER_BYTES + copy.numel(), "bulk", tag)
-        self._hub.deliver(parcel, lambda: call_on_loop(target._loop, lambda: target._receive(epoch, me, tag, copy)))
+        self._hub.deliver(
+            parcel,
+            lambda: call_on_loop(target._loop, lambda: target._receive(epoch, me, tag, copy)),
+        )
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         return await self._mailbox.get(source, tag, num_bytes)
@@ -208,7 +221,9 @@ class LoopbackTransport:
         self._mailbox.raise_failure(self._others)
         with self._hub.lock:
             may_be_complete = len(self._group) > len(self._others)
-        return may_be_complete and not self._missing()  # Called each time an island joins, so usually some are missing.
+        return (
+            may_be_complete and not self._missing()
+        )  # Called each time an island joins, so usually some are missing.
 
     def _missing(self) -> list[Endpoint]:
         with self._hub.lock:

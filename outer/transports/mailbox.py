@@ -24,7 +24,9 @@ Key = tuple[Endpoint, Tag]
 class Mailbox:
     """The payloads of one group, by source and tag. Used on one event loop."""
 
-    def __init__(self, sources: Iterable[Endpoint], max_unclaimed_bytes: int = MAX_UNCLAIMED_BYTES) -> None:
+    def __init__(
+        self, sources: Iterable[Endpoint], max_unclaimed_bytes: int = MAX_UNCLAIMED_BYTES
+    ) -> None:
         self._max_unclaimed_bytes = max_unclaimed_bytes
         self._unclaimed_bytes = dict.fromkeys(sources, 0)
         self._arrived: dict[Key, torch.Tensor] = {}
@@ -33,7 +35,9 @@ class Mailbox:
         self._claimed = ChangeSignal()
 
     def put(self, source: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
-        """Deliver a payload. Raises MessageError if it is a duplicate or its source is not in the group."""
+        """Deliver a payload. Raises MessageError if it is a duplicate or its source is not in the
+        group.
+        """
         key = source, tag
         if source not in self._unclaimed_bytes:
             raise MessageError(f"a payload from {source}, which is not in this group")
@@ -49,11 +53,16 @@ class Mailbox:
     async def wait_for_space(self, source: Endpoint) -> None:
         """Wait until `source` is within its limit of unclaimed bytes or has failed."""
         await self._claimed.wait_until(
-            lambda: self._unclaimed_bytes[source] <= self._max_unclaimed_bytes or source in self._failures
+            lambda: (
+                self._unclaimed_bytes[source] <= self._max_unclaimed_bytes
+                or source in self._failures
+            )
         )
 
     async def get(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
-        """Wait for a payload and claim it. Raises MessageError if it has another size, or the error given to `fail`."""
+        """Wait for a payload and claim it. Raises MessageError if it has another size, or the error
+        given to `fail`.
+        """
         key = source, tag
         if source not in self._unclaimed_bytes:
             raise PeerLost(source.island, f"{source} is not in this group")
@@ -66,11 +75,15 @@ class Mailbox:
         else:
             payload = await self._wait_for(key)
         if payload.numel() != num_bytes:
-            raise MessageError(f"{source} sent {payload.numel()} bytes for {tag}, {num_bytes} expected")
+            raise MessageError(
+                f"{source} sent {payload.numel()} bytes for {tag}, {num_bytes} expected"
+            )
         return payload
 
     def fail(self, source: Endpoint, error: TransportError) -> None:
-        """Mark `source` as failed. Waiting and later gets raise `error`, unless their payload has arrived."""
+        """Mark `source` as failed. Waiting and later gets raise `error`, unless their payload has
+        arrived.
+        """
         if source in self._failures:
             return
         self._failures[source] = error
@@ -105,7 +118,9 @@ class Mailbox:
 
 
 def _copy_error(error: TransportError) -> TransportError:
-    """Copy an error. One exception that is raised in many tasks would accumulate their tracebacks."""
+    """Copy an error. One exception that is raised in many tasks would accumulate their
+    tracebacks.
+    """
     if isinstance(error, PeerLost):
         return PeerLost(error.peer, error.cause)
     if isinstance(error, RefusedError):

@@ -17,7 +17,9 @@ from outer.network.run_key import MAC_BYTES, PeerAuth
 from outer.transports.base import Transport
 
 THREAD_BYTES = 1 << 20
-"""Longer payloads are hashed in a thread, because they would block the event loop for milliseconds."""
+"""Longer payloads are hashed in a thread, because they would block the event loop for
+milliseconds.
+"""
 
 
 class SealedTransport:
@@ -29,7 +31,9 @@ class SealedTransport:
     """
 
     def __init__(self, inner: Transport, auth: PeerAuth, run_id: str, me: Endpoint) -> None:
-        assert auth.key is not None and auth.names is not None, "sealing needs a run key, and the owners of names"
+        assert auth.key is not None and auth.names is not None, (
+            "sealing needs a run key, and the owners of names"
+        )
         self.traffic = inner.traffic
         self.address = inner.address
         self.max_payload_bytes = inner.max_payload_bytes
@@ -53,20 +57,26 @@ class SealedTransport:
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         mac = await self._mac(to, (self._me, to), tag, check_payload(payload))
-        await self._inner.send(to, tag, torch.cat([payload, torch.frombuffer(bytearray(mac), dtype=torch.uint8)]))
+        await self._inner.send(
+            to, tag, torch.cat([payload, torch.frombuffer(bytearray(mac), dtype=torch.uint8)])
+        )
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         sealed = await self._inner.recv(source, tag, num_bytes + MAC_BYTES)
         payload = sealed[:num_bytes]
         its_mac = bytes(view_of(sealed[num_bytes:]))
-        if not hmac.compare_digest(its_mac, await self._mac(source, (source, self._me), tag, payload)):
+        if not hmac.compare_digest(
+            its_mac, await self._mac(source, (source, self._me), tag, payload)
+        ):
             text = f"a payload of {source} that was altered, or not sent by it"
             error = RefusedError("forged", text)
             self._rejections.add_error(str(source), error)
             raise error
         return payload
 
-    async def _mac(self, other: Endpoint, ends: tuple[Endpoint, Endpoint], tag: Tag, payload: torch.Tensor) -> bytes:
+    async def _mac(
+        self, other: Endpoint, ends: tuple[Endpoint, Endpoint], tag: Tag, payload: torch.Tensor
+    ) -> bytes:
         """Return the MAC of a payload from `ends[0]` to `ends[1]`. `other` is the end that is
         not this endpoint.
         """
@@ -85,7 +95,9 @@ class SealedTransport:
         """
         public = self._names.key_of(other.island)
         if public is None:
-            raise PeerLost(other.island, f"the key that owns the name {other.island!r} is not known here")
+            raise PeerLost(
+                other.island, f"the key that owns the name {other.island!r} is not known here"
+            )
         if public not in self._keys:
             try:
                 secret = self._island.pair_secret(public)

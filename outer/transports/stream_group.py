@@ -83,7 +83,11 @@ class StreamGroup:
     def missing(self) -> list[Endpoint]:
         """Return the endpoints that have not dialled this one, or that it has not reached."""
         dialled = {e for e, streams in self.outgoing.items() if len(streams) >= self._to_dial}
-        return [e for e in self._identities if e not in dialled or len(self._incoming[e]) < self._to_await]
+        return [
+            e
+            for e in self._identities
+            if e not in dialled or len(self._incoming[e]) < self._to_await
+        ]
 
     async def wait_for_all(self) -> None:
         await self._changed.wait_until(self._has_all_incoming)
@@ -100,7 +104,9 @@ class StreamGroup:
     def check_identity(self, other: Endpoint, proved: str) -> None:
         """Raise MessageError unless `proved` is the identity in the endpoint's address."""
         if self._identities.get(other) != proved:
-            raise RefusedError("name", f"a stream from peer {proved}, which is not {other} of this group")
+            raise RefusedError(
+                "name", f"a stream from peer {proved}, which is not {other} of this group"
+            )
 
     def check_source(self, source: Endpoint, proved: str) -> None:
         """Raise MessageError unless the stream belongs to an endpoint of the group that may open
@@ -172,13 +178,17 @@ class StreamGroup:
             while not self._is_closed:
                 await self.mailbox.wait_for_space(source)
                 header, payload = await stream.read(self._max_payload_bytes)
-                check_access(stream, self._auth, source)  # it may have been banned since the stream opened
+                check_access(
+                    stream, self._auth, source
+                )  # it may have been banned since the stream opened
                 if header.kind is Kind.END:
                     self._incoming[source].remove(stream)
                     stream.close()
                     return
                 if header.kind is not Kind.PAYLOAD:
-                    raise RefusedError("header", f"{source} sent {header.kind.name}, PAYLOAD expected")
+                    raise RefusedError(
+                        "header", f"{source} sent {header.kind.name}, PAYLOAD expected"
+                    )
                 if not self.redial.is_incoming:
                     self.mailbox.put(source, header.tag, payload)
                     continue
@@ -187,7 +197,9 @@ class StreamGroup:
                 await stream.write(Header(Kind.ACK, tag=header.tag), b"")
         except ConnectionError as error:
             if self.redial.is_incoming and not self._is_closed:
-                self._mending.start(self._expect(source, stream, PeerLost(source.island, str(error))))
+                self._mending.start(
+                    self._expect(source, stream, PeerLost(source.island, str(error)))
+                )
                 return
             if isinstance(error, CutOffError):
                 self._rejections.add(stream.peer, "truncated", str(error))
@@ -237,7 +249,11 @@ class StreamGroup:
         the endpoint.
         """
         lost = PeerLost(other.island, str(error))
-        if other not in self.redial.outgoing or isinstance(error, ConnectionRefusedError) or self._is_closed:
+        if (
+            other not in self.redial.outgoing
+            or isinstance(error, ConnectionRefusedError)
+            or self._is_closed
+        ):
             self.lose(other, lost)
         elif stream in self.outgoing[other]:
             self.outgoing[other].remove(stream)
@@ -255,8 +271,15 @@ class StreamGroup:
         except TransportError as error:
             self.lose(other, error)
         except TimeoutError:
-            self.lose(other, PeerLost(other.island, f"{other} was not reached again within {REDIAL_SECONDS:g} s"))
-        self.idle[other].put_nowait(broken)  # Wakes a task that waits for a stream, so that it gets the error.
+            self.lose(
+                other,
+                PeerLost(
+                    other.island, f"{other} was not reached again within {REDIAL_SECONDS:g} s"
+                ),
+            )
+        self.idle[other].put_nowait(
+            broken
+        )  # Wakes a task that waits for a stream, so that it gets the error.
 
     async def _expect(self, source: Endpoint, stream: Stream, lost: PeerLost) -> None:
         """Wait for the stream that replaces a broken one, or give up on its source if none
@@ -265,7 +288,10 @@ class StreamGroup:
         stream.close()
         self._incoming[source].remove(stream)
         await self._changed.wait_until(
-            lambda: len(self._incoming[source]) >= self._to_await or self.mailbox.failure_of(source) is not None,
+            lambda: (
+                len(self._incoming[source]) >= self._to_await
+                or self.mailbox.failure_of(source) is not None
+            ),
             REDIAL_SECONDS,
         )
         if len(self._incoming[source]) < self._to_await:

@@ -30,15 +30,21 @@ HELLO_SECONDS = 10.0
 MAX_LEFT = 64
 MAX_PARKED = 1024
 MAX_PARKED_OF_ISLAND = 128
-"""Limits for incoming streams of groups that this endpoint has not joined yet: of all islands, and of one."""
+"""Limits for incoming streams of groups that this endpoint has not joined yet: of all islands, and
+of one.
+"""
 
 
 class StreamTransport(ABC):
-    """A Transport (outer.transports.base) over streams. Endpoints of the same island are not connected."""
+    """A Transport (outer.transports.base) over streams. Endpoints of the same island are not
+    connected.
+    """
 
     is_uneven = False
 
-    def __init__(self, me: Endpoint, auth: PeerAuth, traffic: Traffic, address: str, connect_seconds: float) -> None:
+    def __init__(
+        self, me: Endpoint, auth: PeerAuth, traffic: Traffic, address: str, connect_seconds: float
+    ) -> None:
         self.traffic = traffic
         self.address = address
         self.max_payload_bytes = MAX_PAYLOAD_BYTES
@@ -84,15 +90,23 @@ class StreamTransport(ABC):
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.disconnect()
-        others = {endpoint: address for endpoint, address in addresses.items() if endpoint.island != self._me.island}
-        identities = {endpoint: self._identify(endpoint, address) for endpoint, address in others.items()}
+        others = {
+            endpoint: address
+            for endpoint, address in addresses.items()
+            if endpoint.island != self._me.island
+        }
+        identities = {
+            endpoint: self._identify(endpoint, address) for endpoint, address in others.items()
+        }
         to_dial, to_await, most = self._count_streams(len(addresses))
         redial = Redial(
             {endpoint for endpoint, address in others.items() if self._has_spare_route(address)},
             self._has_spare_route(self.address),
             lambda other: self._dial(group, other, others[other]),
         )
-        group = StreamGroup(epoch, identities, self._auth, self.max_payload_bytes, to_dial, to_await, most, redial)
+        group = StreamGroup(
+            epoch, identities, self._auth, self.max_payload_bytes, to_dial, to_await, most, redial
+        )
         self._group = group
         self._left.pop(epoch, None)
         self._changed.notify()
@@ -104,7 +118,9 @@ class StreamTransport(ABC):
                 tasks.create_task(group.wait_for_all())
         except TimeoutError:
             missing = ", ".join(str(other) for other in group.missing())
-            raise DeadlineError(f"{missing} did not join within {self._connect_seconds:g} s") from None
+            raise DeadlineError(
+                f"{missing} did not join within {self._connect_seconds:g} s"
+            ) from None
         except BaseExceptionGroup as errors:
             raise first_cause(errors) from None
 
@@ -115,7 +131,9 @@ class StreamTransport(ABC):
         if error := group.mailbox.failure_of(to):
             raise error
         if to in group.redial.outgoing:
-            return await group.deliver(to, Header(Kind.PAYLOAD, self._me.rank, tag), view_of(payload))
+            return await group.deliver(
+                to, Header(Kind.PAYLOAD, self._me.rank, tag), view_of(payload)
+            )
         stream = await group.take_idle(to)
         try:
             await stream.write(Header(Kind.PAYLOAD, self._me.rank, tag), view_of(payload))
@@ -193,19 +211,25 @@ class StreamTransport(ABC):
             raise ConnectionResetError("its group was left")
         async with asyncio.timeout(self._connect_seconds):
             with self._park(source.island):
-                await self._changed.wait_until(lambda: self._is_closed or self._joined(epoch) is not None)
+                await self._changed.wait_until(
+                    lambda: self._is_closed or self._joined(epoch) is not None
+                )
         group = self._joined(epoch)
         if group is None:
             raise ConnectionResetError("it was closed before its group was joined")
         group.check_source(source, self._proved(stream))
-        check_access(stream, self._auth, source)  # its name may have become known since the handshake
+        check_access(
+            stream, self._auth, source
+        )  # its name may have become known since the handshake
         return group, source
 
     @contextmanager
     def _park(self, island: str) -> Iterator[None]:
         """Count a stream while it waits for its group. Raises RefusedError if too many do."""
         if self._parked.total() >= MAX_PARKED or self._parked[island] >= MAX_PARKED_OF_ISLAND:
-            raise RefusedError("streams", f"{self._parked[island]} streams of {island} wait for a group")
+            raise RefusedError(
+                "streams", f"{self._parked[island]} streams of {island} wait for a group"
+            )
         self._parked[island] += 1
         try:
             yield

@@ -79,18 +79,25 @@ class PlainBlock(nn.Module):
         )
         q_BHSE = _rotate(q_BHSE, cos_SP, sin_SP)
         k_BKSE = _rotate(k_BKSE, cos_SP, sin_SP)
-        y_BHSE = F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
+        y_BHSE = F.scaled_dot_product_attention(
+            q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True
+        )
         return x_BSD + self.attention["out_proj"](y_BHSE.transpose(1, 2).flatten(-2))
 
 
 def _rotate(x_BHSE: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
     first, second = x_BHSE.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos_SP - second * sin_SP, second * cos_SP + first * sin_SP), dim=-1)
+    rotated = torch.cat(
+        (first * cos_SP - second * sin_SP, second * cos_SP + first * sin_SP), dim=-1
+    )
     return rotated.type_as(x_BHSE)
 
 
 def plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Tensor], dtype: torch.dtype
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Tensor],
+    dtype: torch.dtype,
 ) -> float:
     """Make one step on windows (B, S + 1) of token ids, with autocast and clipping.
 

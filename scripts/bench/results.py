@@ -1,4 +1,6 @@
-"""Results of runs, appended to a file as they arrive, so that a stopped benchmark can be resumed."""
+"""Results of runs, appended to a file as they arrive, so that a stopped benchmark can be
+resumed.
+"""
 
 import json
 from dataclasses import asdict

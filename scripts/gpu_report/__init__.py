@@ -1,1 +1,3 @@
-"""A report on the trainer on a machine with GPUs: `python -m scripts.gpu_report`, see __main__.py."""
+"""A report on the trainer on a machine with GPUs: `python -m scripts.gpu_report`, see
+__main__.py.
+"""

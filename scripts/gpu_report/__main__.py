@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scripts.gpu_report.place import Place
-from scripts.gpu_report.sections import SECTIONS, SectionReport, find_obstacle, load_section, run_apart
+from scripts.gpu_report.sections import (
+    SECTIONS,
+    SectionReport,
+    find_obstacle,
+    load_section,
+    run_apart,
+)
 
 SLACK_SECONDS = 5.0
 """Least remaining time in which a section is still started."""
@@ -33,7 +39,10 @@ def main() -> int:
     if args.section:
         run_here(args.section, place)
     if place.num_devices == 0:
-        print("error: torch finds no CUDA device; --device cpu runs the same code at tiny sizes", file=sys.stderr)
+        print(
+            "error: torch finds no CUDA device; --device cpu runs the same code at tiny sizes",
+            file=sys.stderr,
+        )
         return 2
     ends_at = time.monotonic() + 60 * args.minutes
     reports = []
@@ -45,7 +54,9 @@ def main() -> int:
             report = SectionReport(section.name, "does not apply", obstacle)
         elif left < SLACK_SECONDS:
             report = SectionReport(
-                section.name, "left out", f"the {args.minutes:g} minutes are over; run --only {section.name}"
+                section.name,
+                "left out",
+                f"the {args.minutes:g} minutes are over; run --only {section.name}",
             )
         else:
             report = run_apart(section, place, min(section.limit_seconds * place.patience, left))
@@ -59,12 +70,21 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     names = [section.name for section in SECTIONS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help=f"some of {', '.join(names)}")
-    parser.add_argument("--minutes", type=float, default=10.0, help="time for all sections together")
     parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="also measure with torch.compile"
+        "--only", type=lambda text: text.split(","), default=[], help=f"some of {', '.join(names)}"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="time for all sections together"
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also measure with torch.compile",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
     parser.add_argument("--section", help=argparse.SUPPRESS)

@@ -36,17 +36,27 @@ It is more than two roundings of bf16.
 def time_attention(place: Place) -> Iterator[Row]:
     shapes = [("150m", 4096, 4), ("1b", 4096, 2), ("8b", 4096, 2), ("8b", 8192, 1)]
     for preset, seq_len, micro_batch in [("tiny", 128, 1)] if place.is_tiny else shapes:
-        inputs = draw_inputs(place, TINY if place.is_tiny else PRESETS[preset], seq_len, micro_batch)
-        yield from guarded(f"{preset} at {seq_len}", lambda inputs=inputs: time_plain(place, inputs))
+        inputs = draw_inputs(
+            place, TINY if place.is_tiny else PRESETS[preset], seq_len, micro_batch
+        )
+        yield from guarded(
+            f"{preset} at {seq_len}", lambda inputs=inputs: time_plain(place, inputs)
+        )
         for number in (1, DOCUMENTS):
             row = f"{preset} at {seq_len}, documents: {number}"
-            yield from guarded(row, lambda inputs=inputs, number=number: time_documents(place, inputs, number))
-        yield from guarded(f"{preset} at {seq_len}, cp", lambda inputs=inputs: time_context(place, inputs))
+            yield from guarded(
+                row, lambda inputs=inputs, number=number: time_documents(place, inputs, number)
+            )
+        yield from guarded(
+            f"{preset} at {seq_len}, cp", lambda inputs=inputs: time_context(place, inputs)
+        )
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Queries, keys and values as the trainer has them, (B, S, H or K, E), and a gradient of the output."""
+    """Queries, keys and values as the trainer has them, (B, S, H or K, E), and a gradient of the
+    output.
+    """
 
     q_BSHE: Tensor
     k_BSKE: Tensor
@@ -82,7 +92,10 @@ def time_plain(place: Place, inputs: Inputs) -> Row:
 
 def find_chosen(inputs: Inputs) -> str:
     """Return the name of the kernel behind the trainer's call."""
-    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (inputs.q_BSHE, inputs.k_BSKE, inputs.v_BSKE))
+    q, k, v = (
+        x.detach().transpose(1, 2).requires_grad_()
+        for x in (inputs.q_BSHE, inputs.k_BSKE, inputs.v_BSKE)
+    )
     return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=True)).name
 
 
@@ -97,7 +110,9 @@ def time_documents(place: Place, inputs: Inputs, number: int) -> Row:
     row = describe(place, inputs, lambda: run(inputs, packing), share=1 / number)
     if number > 1:
         return row
-    worst = difference(causal_attention(inputs.q_BSHE, inputs.k_BSKE, inputs.v_BSKE, packing), inputs)
+    worst = difference(
+        causal_attention(inputs.q_BSHE, inputs.k_BSKE, inputs.v_BSKE, packing), inputs
+    )
     return row | {"worst_difference": worst, "ok": worst <= TOLERANCE}
 
 

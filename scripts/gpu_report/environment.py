@@ -23,7 +23,10 @@ def describe(place: Place) -> Iterator[Row]:
     if not place.is_tiny:
         for index in range(place.num_devices):
             yield from guarded(f"cuda:{index}", lambda index=index: describe_device(index))
-        yield from guarded("nvidia-smi", lambda: {"says": ask("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv")})
+        yield from guarded(
+            "nvidia-smi",
+            lambda: {"says": ask("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv")},
+        )
         yield from guarded("links", lambda: {"says": ask("nvidia-smi", "topo", "-m")})
     for dtype in ("bfloat16", "float32"):
         yield from guarded(f"matmul {dtype}", lambda dtype=dtype: measure_peak(place, dtype))
@@ -67,7 +70,9 @@ def describe_device(index: int) -> Row:
 
 
 def ask(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True
+    ).stdout.strip()
 
 
 def measure_peak(place: Place, dtype: str) -> Row:

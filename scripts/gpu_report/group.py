@@ -42,7 +42,9 @@ COLLECTIVES: dict[str, Collective] = {
 def check_group(place: Place) -> Iterator[Row]:
     with one_rank(place):
         for name, collective in COLLECTIVES.items():
-            yield from guarded(name, lambda collective=collective: check_collective(place, collective))
+            yield from guarded(
+                name, lambda collective=collective: check_collective(place, collective)
+            )
         yield from guarded("flight recorder", check_record)
     yield from guarded("watchdog, device stuck", lambda: describe_hang(place))
 
@@ -75,7 +77,12 @@ def check_record() -> Row:
     entries = flight_record()
     found = sorted({entry["profiling_name"] for entry in entries})
     complete = sum(is_complete(entry) for entry in entries)
-    return {"recorded": found, "entries": len(entries), "complete": complete, "ok": 0 < complete == len(entries)}
+    return {
+        "recorded": found,
+        "entries": len(entries),
+        "complete": complete,
+        "ok": 0 < complete == len(entries),
+    }
 
 
 def describe_hang(place: Place) -> Row:
@@ -86,11 +93,21 @@ def describe_hang(place: Place) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "scripts.gpu_report.group", place.device, folder]
         started = time.monotonic()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS * place.patience)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS * place.patience,
+        )
         seconds = time.monotonic() - started
         verdict = Path(folder, "verdict")
         dump = Path(folder, "hang-0.txt")
-        said = verdict.read_text() if verdict.exists() else f"none; the end of its errors: {done.stderr[-500:]}"
+        said = (
+            verdict.read_text()
+            if verdict.exists()
+            else f"none; the end of its errors: {done.stderr[-500:]}"
+        )
         is_good = done.returncode == HUNG and "rank 0" in said and dump.exists()
         return {"verdict": said, "exit_status": done.returncode, "seconds": seconds, "ok": is_good}
 

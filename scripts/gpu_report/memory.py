@@ -22,7 +22,9 @@ def compare_peaks(place: Place) -> Iterator[Row]:
         for recompute in ("none", "selective", "full"):
             for num_micro_batches in (1, 2):
                 parallel = ParallelConfig.model_validate({"recompute": recompute})
-                case = replace(build_case(place), parallel=parallel, num_micro_batches=num_micro_batches)
+                case = replace(
+                    build_case(place), parallel=parallel, num_micro_batches=num_micro_batches
+                )
                 name = f"recompute {recompute}, {num_micro_batches} micro-batches"
                 yield from guarded(name, lambda case=case: compare(place, case))
 
@@ -33,7 +35,9 @@ def build_case(place: Place) -> TrainingCase:
     It has 2.8 GB of weights.
     """
     if place.is_tiny:
-        return TrainingCase(replace(TINY, dim=128, num_layers=4, ffn_dim=320, vocab_size=512), 64, 4)
+        return TrainingCase(
+            replace(TINY, dim=128, num_layers=4, ffn_dim=320, vocab_size=512), 64, 4
+        )
     return TrainingCase(replace(PRESETS["8b"], num_layers=2, vocab_size=32000), 4096, 1)
 
 
@@ -44,7 +48,12 @@ def compare(place: Place, case: TrainingCase) -> Row:
     found = measure_peak(place, trainer, case.windows(1))
     planned = estimate_memory(case.work, "adamw", place.device)[0].peak
     more = found / planned - 1
-    return {"peak_GB": found / 1e9, "planned_GB": planned / 1e9, "more": more, "ok": abs(more) <= TOLERANCE}
+    return {
+        "peak_GB": found / 1e9,
+        "planned_GB": planned / 1e9,
+        "more": more,
+        "ok": abs(more) <= TOLERANCE,
+    }
 
 
 def measure_peak(place: Place, trainer: Trainer, windows: list[Tensor]) -> int:
@@ -60,6 +69,13 @@ def measure_peak(place: Place, trainer: Trainer, windows: list[Tensor]) -> int:
 
 
 def _state_of(trainer: Trainer) -> list[Tensor]:
-    modules = [tensor for stage in trainer.model_parts for tensor in (*stage.parameters(), *stage.buffers())]
+    modules = [
+        tensor
+        for stage in trainer.model_parts
+        for tensor in (*stage.parameters(), *stage.buffers())
+    ]
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-    return [*modules, *(value for state in states for value in state.values() if isinstance(value, Tensor))]
+    return [
+        *modules,
+        *(value for state in states for value in state.values() if isinstance(value, Tensor)),
+    ]

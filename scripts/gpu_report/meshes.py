@@ -22,13 +22,24 @@ from scripts.gpu_report.training import TINY, TrainingCase, one_rank
 
 NUM_RANKS = 2
 LOSS_TOLERANCE = 1e-3
-SCHEDULES = "1f1b", "gpipe", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble", "zbv", "dualpipev"
+SCHEDULES = (
+    "1f1b",
+    "gpipe",
+    "interleaved_1f1b",
+    "breadth_first",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+)
 MESHES: dict[str, tuple[Degrees, dict[str, str]]] = {
     "dp_shard 2": (Degrees(dp_shard=2), {}),
     "dp_shard 2, gradients whole": (Degrees(dp_shard=2), {"accumulate": "whole"}),
     "dp_replicate 2": (Degrees(dp_replicate=2), {}),
     "tp 2": (Degrees(tp=2), {}),
-    **{f"cp 2, {kind}": (Degrees(cp=2), {"context": kind}) for kind in ("ring", "all_gather", "ulysses")},
+    **{
+        f"cp 2, {kind}": (Degrees(cp=2), {"context": kind})
+        for kind in ("ring", "all_gather", "ulysses")
+    },
     **{f"pp 2, {kind}": (Degrees(pp=2), {"schedule": kind}) for kind in SCHEDULES},
 }
 """Degrees and settings of island.parallel, by name."""
@@ -75,9 +86,13 @@ def run_rank(place: Place, expected: list[float]) -> None:
                     print(json.dumps(row), flush=True)
 
 
-def compare(place: Place, device: str, expected: list[float], degrees: Degrees, settings: dict[str, str]) -> Row:
+def compare(
+    place: Place, device: str, expected: list[float], degrees: Degrees, settings: dict[str, str]
+) -> Row:
     """Train with this mesh, and compare the losses. Every rank must call it."""
-    case = replace(build_case(place), degrees=degrees, parallel=ParallelConfig.model_validate(settings))
+    case = replace(
+        build_case(place), degrees=degrees, parallel=ParallelConfig.model_validate(settings)
+    )
     found = [step.loss for step in train(case, device)]
     worst = max(difference(a, b) for a, b in zip(found, expected, strict=True))
     return {"worst_difference": worst, "steps": len(found), "ok": worst <= LOSS_TOLERANCE}

@@ -29,7 +29,12 @@ def compare_with_cpu(place: Place) -> Iterator[Row]:
         for dtype, masks, recompute, compiled in list_cases(place):
             parallel = ParallelConfig.model_validate({"recompute": recompute, "compile": compiled})
             case = replace(build_case(place, masks=masks), dtype=dtype, parallel=parallel)
-            words = [dtype, f"recompute {recompute}", *["documents"] * masks, *["compiled"] * compiled]
+            words = [
+                dtype,
+                f"recompute {recompute}",
+                *["documents"] * masks,
+                *["compiled"] * compiled,
+            ]
             yield from guarded(", ".join(words), lambda case=case: compare(place, case))
 
 
@@ -78,4 +83,6 @@ def train(case: TrainingCase, device: str) -> tuple[StepResult, ...]:
 
 def difference(found: float | None, expected: float | None) -> float:
     """Return the relative difference; infinity if a step was skipped."""
-    return float("inf") if found is None or expected is None else abs(found - expected) / abs(expected)
+    return (
+        float("inf") if found is None or expected is None else abs(found - expected) / abs(expected)
+    )

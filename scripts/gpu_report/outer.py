@@ -20,7 +20,11 @@ def time_the_seam(place: Place) -> Iterator[Row]:
     with one_rank(place) as ranks:
         trainer = build_case(place).build(place.first, weights_matter=False)
         trainer.step(build_case(place).windows(0))
-        size = 4 * sum(spec.matrix_shape[0] * spec.matrix_shape[1] for spec in trainer.params.specs) / 1e9
+        size = (
+            4
+            * sum(spec.matrix_shape[0] * spec.matrix_shape[1] for spec in trainer.params.specs)
+            / 1e9
+        )
         started = time.perf_counter()
         replica = Replica(OuterConfig(), trainer.params, ranks)
         yield {"name": "replica", "seconds": time.perf_counter() - started, "GB": size}
@@ -35,10 +39,14 @@ def time_the_seam(place: Place) -> Iterator[Row]:
 
         # The first snapshot page-locks the memory that all later ones use.
         for which in ("first", "later"):
-            yield from guarded(f"snapshot (pseudo-gradient), {which}", lambda: seconds(replica.pseudo_grads))
+            yield from guarded(
+                f"snapshot (pseudo-gradient), {which}", lambda: seconds(replica.pseudo_grads)
+            )
         yield from guarded("land (overwrite local params)", lambda: seconds(replica.take_over))
         parts = replica.carried.parts.values()
-        yield from guarded("digest of the params", lambda: seconds(lambda: [part_digest(part) for part in parts]))
+        yield from guarded(
+            "digest of the params", lambda: seconds(lambda: [part_digest(part) for part in parts])
+        )
         yield from guarded("checkpoint", lambda: time_checkpoint(place, trainer, 3 * size))
 
 
@@ -63,4 +71,9 @@ def time_checkpoint(place: Place, trainer: Trainer, size: float) -> Row:
         checkpoints.wait(600)
         written = time.perf_counter() - started
         checkpoints.close()
-    return {"stall_seconds": stalled, "written_seconds": written, "GB": size, "s_per_GB": written / size}
+    return {
+        "stall_seconds": stalled,
+        "written_seconds": written,
+        "GB": size,
+        "s_per_GB": written / size,
+    }

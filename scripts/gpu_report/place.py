@@ -64,7 +64,11 @@ def guarded_rows(name: str, measure: Callable[[], Iterable[Row]]) -> Iterator[Ro
         yield from measure()
     except Exception as error:  # noqa: BLE001 - any error is reported
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        yield {"name": name, "problem": text if len(text) < 500 else f"{text[:200]} ... {text[-300:]}", "ok": False}
+        yield {
+            "name": name,
+            "problem": text if len(text) < 500 else f"{text[:200]} ... {text[-300:]}",
+            "ok": False,
+        }
 
 
 def parse_row(line: str) -> list[Row]:

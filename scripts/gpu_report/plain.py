@@ -46,6 +46,8 @@ def build_plain(case: TrainingCase, device: str) -> Callable[[], float]:
         model = PlainModel(case)
     for param in model.parameters():
         nn.init.normal_(param, std=0.02) if param.ndim > 1 else nn.init.ones_(param)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     windows = case.windows(0)
     return lambda: plain_step(model, optimizer, windows, COMPUTE_DTYPES[case.dtype])

@@ -22,14 +22,25 @@ CPU_WATCHDOG_SECONDS = 40
 """Limits of the watchdog. On a busy CPU an evaluation takes longer than on a GPU."""
 ROUNDS = 4
 SMALL = ["model.preset=15m"]
-TINY = ["model.preset=1m", "data.seq_len=64", "optimizer.tokens_per_step=512", "evaluate.tokens=4096"]
+TINY = [
+    "model.preset=1m",
+    "data.seq_len=64",
+    "optimizer.tokens_per_step=512",
+    "evaluate.tokens=4096",
+]
 """Settings for a CPU."""
 KILL = "kill:1@round=1,back=1"
 RUNS = {
     "gloo": ["outer.transport=gloo", "outer.codec=int8"],
     "tls, delay 3": ["outer.transport=tls", "outer.codec=int4", "outer.delay=3"],
     # With a quorum of both islands, the rounds wait until the killed one is back.
-    "tls, island 1 killed and back": ["outer.transport=tls", "outer.codec=int8", "outer.quorum=2", "--fault", KILL],
+    "tls, island 1 killed and back": [
+        "outer.transport=tls",
+        "outer.codec=int8",
+        "outer.quorum=2",
+        "--fault",
+        KILL,
+    ],
     "hivemind, delay 3": ["outer.transport=hivemind", "outer.codec=int4", "outer.delay=3"],
 }
 """Arguments by name, over each network: training waits for rounds, or goes on during them."""
@@ -44,12 +55,18 @@ def run_two_islands(place: Place) -> Iterator[Row]:
 
 
 def describe_islands(place: Place, arguments: list[str]) -> Row:
-    settings = [*(TINY if place.is_tiny else SMALL), f"outer.rounds={ROUNDS}", f"evaluate.every_rounds={ROUNDS}"]
+    settings = [
+        *(TINY if place.is_tiny else SMALL),
+        f"outer.rounds={ROUNDS}",
+        f"evaluate.every_rounds={ROUNDS}",
+    ]
     # The section `numerics` checks compiled layers; here compiling would take longer than all
     # rounds.
     settings.append("island.parallel.compile=false")
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = run(place, Path(folder), ["--islands", "2", "--ranks", "1", *settings, *arguments])
+        run_dir = run(
+            place, Path(folder), ["--islands", "2", "--ranks", "1", *settings, *arguments]
+        )
         summary = summarise(run_dir)
         islands = read_run(run_dir).islands
         gpus = [(read_environment(run_dir / island.name) or {}).get("gpus") for island in islands]
@@ -64,7 +81,9 @@ def describe_islands(place: Place, arguments: list[str]) -> Row:
         "joined": starts,
         "training_share": trained / (trained + stalled),
         "MB_sent": sum(summary["bytes_sent"].values()) / 1e6,
-        "ok": summary["digests_equal"] is True and summary["rounds_committed"] == ROUNDS and is_back,
+        "ok": summary["digests_equal"] is True
+        and summary["rounds_committed"] == ROUNDS
+        and is_back,
     }
 
 
@@ -80,7 +99,9 @@ def describe_hang(place: Place) -> Row:
     settings = [f"island.watchdog_seconds={seconds}", "outer.rounds=6", "outer.inner_steps=4"]
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--islands", "1", "--ranks", "2", "outer.transport=gloo", *settings, *fault]
-        with suppress(RuntimeError):  # The run fails, as it should: the watchdog ends its only island.
+        with suppress(
+            RuntimeError
+        ):  # The run fails, as it should: the watchdog ends its only island.
             run(place, Path(folder), arguments)
         verdict = find_verdict(read_run(Path(folder) / "run").islands[0])
     return {"verdict": verdict, "ok": "rank 1" in verdict}
@@ -91,7 +112,9 @@ def find_verdict(island: IslandRecords) -> str:
 
 
 def run(place: Place, folder: Path, arguments: list[str]) -> Path:
-    """Run configs/quickstart.yaml with these arguments and return the run's folder. Raises RuntimeError if it fails."""
+    """Run configs/quickstart.yaml with these arguments and return the run's folder. Raises
+    RuntimeError if it fails.
+    """
     config = str(ROOT / "configs" / "quickstart.yaml")
     device = f"island.device={place.device}"
     return simulate_in(folder, [config, *arguments, device], LIMIT_SECONDS * place.patience)

@@ -72,17 +72,23 @@ class SectionReport:
     @property
     def is_good(self) -> bool:
         """Whether the section ended or does not apply, and no row has failed or differs."""
-        return self.status in ("ended", "does not apply") and all(row.get("ok", True) for row in self.rows)
+        return self.status in ("ended", "does not apply") and all(
+            row.get("ok", True) for row in self.rows
+        )
 
     def values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("name", "status", "problem", "seconds", "rows")}
+        return {
+            name: getattr(self, name) for name in ("name", "status", "problem", "seconds", "rows")
+        }
 
     def text(self) -> str:
         head = f"\n== {self.name}: {self.status}, {self.seconds:.0f} s"
         lines = [head + (f"\n   {self.problem}" if self.problem else "")]
         width = max((len(row["name"]) for row in self.rows), default=0)
         for row in self.rows:
-            values = ", ".join(f"{key} {_format(value)}" for key, value in row.items() if key not in ("name", "ok"))
+            values = ", ".join(
+                f"{key} {_format(value)}" for key, value in row.items() if key not in ("name", "ok")
+            )
             mark = "  " if row.get("ok", True) else "! "
             lines.append(f"{mark} {row['name']:{width}s}  {values}")
         return "\n".join(lines)
@@ -95,15 +101,26 @@ def _format(value: object) -> str:
 def find_obstacle(section: Section, num_devices: int) -> str:
     """Return why a section does not run on a machine with `num_devices` GPUs; empty if it does."""
     is_enough = num_devices >= section.min_devices
-    return "" if is_enough else f"it takes {section.min_devices} GPUs, and torch finds {num_devices}"
+    return (
+        "" if is_enough else f"it takes {section.min_devices} GPUs, and torch finds {num_devices}"
+    )
 
 
 def run_apart(section: Section, place: Place, limit_seconds: float) -> SectionReport:
     """Run a section in a process of its own, for at most `limit_seconds`."""
-    command = [sys.executable, "-m", "scripts.gpu_report", "--section", section.source, *place.arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.gpu_report",
+        "--section",
+        section.source,
+        *place.arguments,
+    ]
     started = time.monotonic()
     with TemporaryFile() as output, TemporaryFile() as errors:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=errors, start_new_session=True
+        )
         try:
             process.wait(limit_seconds)
             status = "failed" if process.returncode else "ended"
@@ -112,7 +129,11 @@ def run_apart(section: Section, place: Place, limit_seconds: float) -> SectionRe
         finally:
             _end(process)
         rows = _read_rows(_content(output))
-        problem = "" if status == "ended" else _explain(status, limit_seconds, process.returncode, _content(errors))
+        problem = (
+            ""
+            if status == "ended"
+            else _explain(status, limit_seconds, process.returncode, _content(errors))
+        )
     return SectionReport(section.name, status, problem, rows, time.monotonic() - started)
 
 
@@ -141,6 +162,10 @@ def _read_rows(text: str) -> list[Row]:
 
 
 def _explain(status: str, limit_seconds: float, returncode: int, errors: str) -> str:
-    cause = f"it did not end within {limit_seconds:.0f} s" if status == "out of time" else f"exit status {returncode}"
+    cause = (
+        f"it did not end within {limit_seconds:.0f} s"
+        if status == "out of time"
+        else f"exit status {returncode}"
+    )
     said = errors.strip()[-LAST_CHARACTERS:]
     return f"{cause}; the end of its errors: {said}" if said else cause

@@ -76,7 +76,9 @@ def with_compile(case: TrainingCase, *, value: bool) -> TrainingCase:
 
 
 def describe_peaks(place: Place, case: TrainingCase) -> Row:
-    return {f"{name}_TFLOPs_per_s": peak / 1e12 for name, peak in find_peaks(place, case.dtype).items()}
+    return {
+        f"{name}_TFLOPs_per_s": peak / 1e12 for name, peak in find_peaks(place, case.dtype).items()
+    }
 
 
 def find_peaks(place: Place, dtype: str) -> dict[str, float]:
@@ -107,7 +109,10 @@ def measure(place: Place, case: TrainingCase, who: str) -> Row:
 
 
 def measure_layers(place: Place, case: TrainingCase, who: str) -> Row:
-    few, many = (step_seconds(place, replace(case, sizes=replace(case.sizes, num_layers=n)), who) for n in DEPTHS)
+    few, many = (
+        step_seconds(place, replace(case, sizes=replace(case.sizes, num_layers=n)), who)
+        for n in DEPTHS
+    )
     layer = (many - few) / (DEPTHS[1] - DEPTHS[0])
     rest = few - DEPTHS[0] * layer
     seconds = rest + case.sizes.num_layers * layer
@@ -121,7 +126,9 @@ def step_seconds(place: Place, case: TrainingCase, who: str) -> float:
         step()
     wait_for_device(place)
     took: list[float] = []
-    while len(took) < FEWEST or (sum(took) < (0.2 if place.is_tiny else SECONDS) and len(took) < MOST):
+    while len(took) < FEWEST or (
+        sum(took) < (0.2 if place.is_tiny else SECONDS) and len(took) < MOST
+    ):
         started = time.perf_counter()
         step()
         wait_for_device(place)
@@ -145,4 +152,9 @@ def _figures(place: Place, case: TrainingCase, seconds: float) -> Row:
         for of, peak in find_peaks(place, case.dtype).items()
         for attention, count in counted.items()
     }
-    return {"step_ms": 1e3 * seconds, "tokens_per_s": per_second, **mfu, "layers": case.sizes.num_layers}
+    return {
+        "step_ms": 1e3 * seconds,
+        "tokens_per_s": per_second,
+        **mfu,
+        "layers": case.sizes.num_layers,
+    }

@@ -51,7 +51,9 @@ def build_case(place: Place) -> TrainingCase:
     if place.is_tiny:
         return TrainingCase(TINY, 32, 2, num_micro_batches=2)
     sizes = replace(PRESETS["1b"], num_layers=8)
-    return TrainingCase(sizes, 4096, 1, num_micro_batches=2, parallel=ParallelConfig(recompute="selective"))
+    return TrainingCase(
+        sizes, 4096, 1, num_micro_batches=2, parallel=ParallelConfig(recompute="selective")
+    )
 
 
 def count_crossings(place: Place, case: TrainingCase, trainer: Trainer) -> Row:
@@ -78,7 +80,10 @@ def count_waits(case: TrainingCase, trainer: Trainer) -> Row:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
-    return {"found": len(waits), "where": sorted(f"{warning.filename}:{warning.lineno}" for warning in waits)}
+    return {
+        "found": len(waits),
+        "where": sorted(f"{warning.filename}:{warning.lineno}" for warning in waits),
+    }
 
 
 def find_budget(case: TrainingCase) -> dict[str, int]:
@@ -162,7 +167,11 @@ def describe_device(kernels: Sequence[Kernel]) -> Row:
         raise RuntimeError("the profiler has seen no kernel")
     whole = max(kernel.end_ms for kernel in kernels) - min(kernel.start_ms for kernel in kernels)
     used = busy((kernel.start_ms, kernel.end_ms) for kernel in kernels)
-    return {"step_ms": whole / STEPS, "idle_share": 1 - used / whole, "kernels": len(kernels) / STEPS}
+    return {
+        "step_ms": whole / STEPS,
+        "idle_share": 1 - used / whole,
+        "kernels": len(kernels) / STEPS,
+    }
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:

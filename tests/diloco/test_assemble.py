@@ -20,10 +20,18 @@ def test_two_processes_cannot_be_the_same_island(tmp_path):
 
 def test_the_order_seed_alone_decides_what_is_read():
     tokens = np.arange(8 * 256 + 1, dtype=np.uint16)
-    corpus = Corpus((Text(tokens, tokens, heldout_bytes=len(tokens)),), vocab_size=1 << 16, eos_id=0)
+    corpus = Corpus(
+        (Text(tokens, tokens, heldout_bytes=len(tokens)),), vocab_size=1 << 16, eos_id=0
+    )
 
     def first_step(text: str) -> list[list[int]]:
-        config = parse_config(text, ["data.seq_len=8", "optimizer.tokens_per_step=64", "outer.start_islands=1"]).run
-        return [window.tolist() for window in build_batches(config, corpus).micro_batches(0, 0, 1, 8)]
+        config = parse_config(
+            text, ["data.seq_len=8", "optimizer.tokens_per_step=64", "outer.start_islands=1"]
+        ).run
+        return [
+            window.tolist() for window in build_batches(config, corpus).micro_batches(0, 0, 1, 8)
+        ]
 
-    assert first_step("{seed: 1, order_seed: 0}") == first_step("{seed: 0}") != first_step("{seed: 1}")
+    assert (
+        first_step("{seed: 1, order_seed: 0}") == first_step("{seed: 0}") != first_step("{seed: 1}")
+    )

@@ -1,4 +1,5 @@
-"""A loop of one's own under many faults: examples/own_data.py on several islands, as its users run it.
+"""A loop of one's own under many faults: examples/own_data.py on several islands, as its users run
+it.
 
 `pytest -m slow tests/examples/test_example_storm.py`
 """
@@ -18,12 +19,19 @@ from tests.faults.waits import until
 from tests.swarm import GUARD_SECONDS
 
 NAME = "own_data"
-SETTINGS = ["outer.rounds=100000", "outer.start_islands=3", "outer.quorum=2", "outer.below_quorum=wait"]
+SETTINGS = [
+    "outer.rounds=100000",
+    "outer.start_islands=3",
+    "outer.quorum=2",
+    "outer.below_quorum=wait",
+]
 SETTINGS += ["data.order=shards", "data.shard_tokens=16384", "island.shards.cache_gb=0.001"]
 
 
 class Storm:
-    """Islands 0 to 2, which begin, and 3, which joins; each round that is waited for is one of island `asked`."""
+    """Islands 0 to 2, which begin, and 3, which joins; each round that is waited for is one of
+    island `asked`.
+    """
 
     def __init__(self, folder: Path, transport: str, address: str) -> None:
         common = [*SETTINGS, f"outer.transport={transport}", f"island.bootstrap=[{address}]"]
@@ -32,7 +40,10 @@ class Storm:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, index: int) -> None:
-        own = [f"island.cache_dir={self.folder / f'cache-{index}'}", *(["island.joins=true"] if index == 3 else [])]
+        own = [
+            f"island.cache_dir={self.folder / f'cache-{index}'}",
+            *(["island.joins=true"] if index == 3 else []),
+        ]
         self.processes[index] = self._example.start(index, *own)
 
     def signal(self, index: int, number: int) -> None:
@@ -44,12 +55,18 @@ class Storm:
 
     def wait_for_rounds_with(self, islands: set[int], asked: int) -> None:
         """Wait until an island has committed three more rounds in which exactly these take part."""
-        after, names = max(self._example.rounds(asked), default=-1), [f"island-{index}" for index in sorted(islands)]
+        after, names = (
+            max(self._example.rounds(asked), default=-1),
+            [f"island-{index}" for index in sorted(islands)],
+        )
 
         def have_come() -> bool:
             self._check_alive()
             found = self._example.rounds(asked).items()
-            return sum(number > after and record["participants"] == names for number, record in found) >= 3
+            return (
+                sum(number > after and record["participants"] == names for number, record in found)
+                >= 3
+            )
 
         until(have_come, f"three rounds of {names} on island {asked}")
 
@@ -67,7 +84,9 @@ class Storm:
 
     def _check_alive(self) -> None:
         for index, process in self.processes.items():
-            assert process.poll() in (None, -signal.SIGKILL), f"island {index} has ended:\n{self._log(index)}"
+            assert process.poll() in (None, -signal.SIGKILL), (
+                f"island {index} has ended:\n{self._log(index)}"
+            )
 
     def _log(self, index: int) -> str:
         return self._example.log(index).read_text()[-4000:]
@@ -76,7 +95,9 @@ class Storm:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("transport", ["tls", "hivemind"])
-def test_kills_a_freeze_and_a_joiner_leave_one_digest_and_no_unit_read_twice(tmp_path: Path, transport: str) -> None:
+def test_kills_a_freeze_and_a_joiner_leave_one_digest_and_no_unit_read_twice(
+    tmp_path: Path, transport: str
+) -> None:
     with bootstrap(transport, tmp_path) as place:
         storm = Storm(tmp_path, transport, place.address)
         try:

@@ -1,4 +1,6 @@
-"""The examples as a user runs them: two islands are two processes over a network, one is killed and comes back."""
+"""The examples as a user runs them: two islands are two processes over a network, one is killed and
+comes back.
+"""
 
 import os
 import signal
@@ -44,10 +46,19 @@ class Example:
         """Start an island, with settings of its own."""
         script = str(ROOT / "examples" / f"{self.name}.py")
         command = [sys.executable, script, f"island.index={index}", *self._settings, *own]
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        variables = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(ROOT),
+        }
         with self.log(index).open("ab") as log:
             process = subprocess.Popen(
-                command, cwd=self.folder, env=variables, stdout=log, stderr=log, preexec_fn=end_with_parent
+                command,
+                cwd=self.folder,
+                env=variables,
+                stdout=log,
+                stderr=log,
+                preexec_fn=end_with_parent,
             )
         self.processes.append(process)
         return process
@@ -57,15 +68,25 @@ class Example:
 
     def rounds(self, index: int) -> dict[int, dict]:
         """Committed rounds of an island by number."""
-        found = read_records(self.folder / "runs" / RUNS[self.name] / f"island-{index}" / "metrics.jsonl")
-        return {record["round"]: record for record in found if record["kind"] == "round" and record["committed"]}
+        found = read_records(
+            self.folder / "runs" / RUNS[self.name] / f"island-{index}" / "metrics.jsonl"
+        )
+        return {
+            record["round"]: record
+            for record in found
+            if record["kind"] == "round" and record["committed"]
+        }
 
 
 @contextmanager
 def example(folder: Path, name: str, transport: str) -> Iterator[Example]:
     """An example whose islands wait for each other, in an own folder. Kills all at the end."""
     with bootstrap(transport, folder) as place:
-        settings = [f"outer.transport={transport}", f"island.bootstrap=[{place.address}]", "outer.quorum=2"]
+        settings = [
+            f"outer.transport={transport}",
+            f"island.bootstrap=[{place.address}]",
+            "outer.quorum=2",
+        ]
         if name == "own_data":
             settings += [f"island.cache_dir={folder / 'cache'}"]
         settings += ["outer.rounds=5", "outer.below_quorum=wait", f"island.faults=[{FAULT!r}]"]
@@ -93,7 +114,9 @@ def example(folder: Path, name: str, transport: str) -> Iterator[Example]:
         *(pytest.param(name, "hivemind", marks=pytest.mark.slow) for name in EACH),
     ],
 )
-def test_both_islands_end_with_one_digest_though_one_was_killed(tmp_path: Path, name: str, transport: str) -> None:
+def test_both_islands_end_with_one_digest_though_one_was_killed(
+    tmp_path: Path, name: str, transport: str
+) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"needs the package {NEEDS[name]}")
     with example(tmp_path, name, transport) as made:

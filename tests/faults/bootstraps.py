@@ -23,7 +23,15 @@ class Bootstrap:
     """A process that runs `diloco bootstrap`. What it prints is in the folder, in bootstrap.log."""
 
     def __init__(self, transport: str, folder: Path, host: str, prefix: Sequence[str]) -> None:
-        self._command = [*prefix, sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", KINDS[transport]]
+        self._command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "diloco",
+            "bootstrap",
+            "--rendezvous",
+            KINDS[transport],
+        ]
         self._command += ["--host", host]
         if transport == "hivemind":
             self._command += ["--identity", str(folder / "bootstrap.key")]
@@ -58,7 +66,8 @@ class Bootstrap:
     def _start(self) -> None:
         env = os.environ | {"PYTHONUNBUFFERED": "1"}
         with self._log.open("w") as log:
-            # A session of its own, as each island has: so it gets as much of a busy machine as they do.
+            # A session of its own, as each island has: so it gets as much of a busy machine as they
+            # do.
             self._process = subprocess.Popen(
                 self._command,
                 stdout=log,
@@ -69,8 +78,8 @@ class Bootstrap:
             )
 
     def _find_address(self) -> str | None:
-        """Return the address that the process has printed, or None before it serves. Raises AssertionError if the
-        process has ended.
+        """Return the address that the process has printed, or None before it serves. Raises
+        AssertionError if the process has ended.
         """
         code = self._process.poll()
         text = self._log.read_text()
@@ -83,14 +92,20 @@ class Bootstrap:
     def _wait_for_address(self) -> str:
         deadline = time.monotonic() + START_SECONDS
         while (address := self._find_address()) is None:
-            assert time.monotonic() < deadline, f"no address after {START_SECONDS:.0f} s: {self._log.read_text()}"
+            assert time.monotonic() < deadline, (
+                f"no address after {START_SECONDS:.0f} s: {self._log.read_text()}"
+            )
             time.sleep(POLL_SECONDS)
         return address
 
 
 @contextmanager
-def bootstrap(transport: str, folder: Path, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[Bootstrap]:
-    """Open the kind of bootstrap process that the transport needs. `prefix` is put in front of its command."""
+def bootstrap(
+    transport: str, folder: Path, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+) -> Iterator[Bootstrap]:
+    """Open the kind of bootstrap process that the transport needs. `prefix` is put in front of its
+    command.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     served = Bootstrap(transport, folder, host, prefix)
     try:

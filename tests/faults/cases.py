@@ -1,4 +1,6 @@
-"""Runs of real islands in which one is killed or frozen at a phase of a round, with checks of the outcome."""
+"""Runs of real islands in which one is killed or frozen at a phase of a round, with checks of the
+outcome.
+"""
 
 import os
 import signal
@@ -33,7 +35,12 @@ PP2_TP2: dict[str, Any] = {
 SHAPES = {"dp_shard2": SHARD2, "pp2-tp2": PP2_TP2}
 """Settings of islands of several ranks."""
 
-OVERRIDES = (f"outer.rounds={ROUNDS}", "outer.inner_steps=4", "outer.optimizer.momentum=0.9", "outer.codec=int8")
+OVERRIDES = (
+    f"outer.rounds={ROUNDS}",
+    "outer.inner_steps=4",
+    "outer.optimizer.momentum=0.9",
+    "outer.codec=int8",
+)
 
 
 STREAMING = (
@@ -44,7 +51,9 @@ STREAMING = (
     "outer.codec=int4",
     "outer.coding.feedback=0.9",
 )
-"""Added to OVERRIDES: as many rounds, each of one fragment in 4 bits that overlaps the following inner steps."""
+"""Added to OVERRIDES: as many rounds, each of one fragment in 4 bits that overlaps the following
+inner steps.
+"""
 
 
 def run_with_fault(
@@ -58,11 +67,13 @@ def run_with_fault(
     coordinator: int | None = None,
     own: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Run islands of which one kills or freezes itself and comes back; check the outcome and what is left.
+    """Run islands of which one kills or freezes itself and comes back; check the outcome and what
+    is left.
 
-    `own`: settings of that island. If it has several ranks, each is on a node of its own, and the first one is hit.
-    `coordinator`: the island that is to coordinate the rounds. All others are slowed down, which the islands know of
-    each other after some rounds, so the fault should not come in one of the first.
+    `own`: settings of that island. If it has several ranks, each is on a node of its own, and the
+    first one is hit. `coordinator`: the island that is to coordinate the rounds. All others are
+    slowed down, which the islands know of each other after some rounds, so the fault should not
+    come in one of the first.
     """
     round_number = parse_fault(fault).round
     assert round_number is not None, "the fault comes in a round"
@@ -77,7 +88,9 @@ def run_with_fault(
         islands = made.start_all(train_on_nodes)
         if fault.startswith("kill"):
             code, *others = islands[victim].wait(GUARD_SECONDS)
-            assert code == -signal.SIGKILL, f"the fault did not happen:\n{islands[victim].log[-3000:]}"
+            assert code == -signal.SIGKILL, (
+                f"the fault did not happen:\n{islands[victim].log[-3000:]}"
+            )
             assert 0 not in others, "a node went on without the first one"
             made.start(victim, train_on_nodes)
         else:
@@ -102,22 +115,35 @@ def train_on_nodes(config: Config, index: int) -> None:
 
 def others_go_on(island: Island, last: int) -> None:
     """Wait until the island has committed two more rounds after `last`, or all rounds."""
-    until(lambda: last_round(island) >= min(last + 2, ROUNDS - 1), "two more rounds of the others", island)
+    until(
+        lambda: last_round(island) >= min(last + 2, ROUNDS - 1),
+        "two more rounds of the others",
+        island,
+    )
 
 
 def check_outcome(made: Swarm, victim: int, num_islands: int, round_number: int) -> None:
-    """Check that all share one history, survivors have every round, the victim came back and the loss never jumped.
+    """Check that all share one history, survivors have every round, the victim came back and the
+    loss never jumped.
 
-    Of many islands on few cores one is late now and then, and a round goes on without it: then each has a survivor.
+    Of many islands on few cores one is late now and then, and a round goes on without it: then each
+    has a survivor.
     """
-    islands = {f"island-{i}": Island(made.started[i].folder, made.started[i].ranks) for i in range(num_islands)}
+    islands = {
+        f"island-{i}": Island(made.started[i].folder, made.started[i].ranks)
+        for i in range(num_islands)
+    }
     rounds = {name: island.committed() for name, island in islands.items()}
     assert_one_history(*islands.values())
     survivors = [name for i, name in enumerate(islands) if i != victim]
-    assert set().union(*(rounds[name] for name in survivors)) == set(range(ROUNDS)), "a round is missing"
+    assert set().union(*(rounds[name] for name in survivors)) == set(range(ROUNDS)), (
+        "a round is missing"
+    )
     for name in survivors if num_islands == 3 else ():
         assert set(rounds[name]) == set(range(ROUNDS)), f"{name} misses rounds"
-    assert any(number > round_number for number in rounds[f"island-{victim}"]), "the victim did not come back"
+    assert any(number > round_number for number in rounds[f"island-{victim}"]), (
+        "the victim did not come back"
+    )
     for name in survivors:
         losses = [record["loss"] for record in islands[name].records("eval")]
         jumps = [later - earlier for earlier, later in pairwise(losses)]

@@ -11,7 +11,9 @@ from tests.faults.bootstraps import bootstrap
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
-    """Function from a transport to its bootstrap address, "" for gloo and tls, whose rendezvous `swarm` serves."""
+    """Function from a transport to its bootstrap address, "" for gloo and tls, whose rendezvous
+    `swarm` serves.
+    """
     known: dict[str, str] = {"gloo": "", "tls": ""}
     with ExitStack() as served:
 

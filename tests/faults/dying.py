@@ -31,13 +31,19 @@ def is_own_file(event: str, args: tuple) -> bool:
 
 
 def is_second_copy(event: str, args: tuple) -> bool:
-    return event == "os.rename" and path_ends(args, "manifest.json.partial") and MIRROR in str(args[0])
+    return (
+        event == "os.rename" and path_ends(args, "manifest.json.partial") and MIRROR in str(args[0])
+    )
 
 
 POINTS: dict[str, Callable[[], IsPoint]] = {
-    "before anything is written": lambda: lambda event, args: event == "os.mkdir" and path_ends(args, ".partial"),
+    "before anything is written": lambda: (
+        lambda event, args: event == "os.mkdir" and path_ends(args, ".partial")
+    ),
     "between files": lambda: lambda event, args: event == "open" and "index.json" in str(args[0]),
-    "before it is published": lambda: lambda event, args: event == "os.rename" and path_ends(args, ".partial"),
+    "before it is published": lambda: (
+        lambda event, args: event == "os.rename" and path_ends(args, ".partial")
+    ),
     "once it is published": after_the_rename,
     "while old ones are deleted": while_deleting,
     "while it is copied to the mirror": lambda: is_second_copy,

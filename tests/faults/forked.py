@@ -1,4 +1,6 @@
-"""Forked islands with a real bootstrap process, cheap to kill and restart, over either transport."""
+"""Forked islands with a real bootstrap process, cheap to kill and restart, over either
+transport.
+"""
 
 import os
 import time
@@ -27,7 +29,9 @@ OVERRIDES = ("outer.rounds=100000", "evaluate.every_rounds=100000", "outer.optim
 def open_forked_swarm(
     folder: Path, transport: str, islands: list[dict[str, Any]], *overrides: str
 ) -> Iterator[tuple[Swarm, Fleet]]:
-    """Open a swarm without islands, and a fleet that can restart its bootstrap process. Kills all at exit."""
+    """Open a swarm without islands, and a fleet that can restart its bootstrap process. Kills all
+    at exit.
+    """
     if transport == "hivemind":
         import hivemind  # noqa: F401 - the forked islands inherit it
     fleet = Fleet(folder / "bootstrap", [])
@@ -43,7 +47,9 @@ def open_forked_swarm(
 
 
 def train_at_pace(step_seconds: float) -> Work:
-    """Train as `diloco train` does, with inner steps of a fixed duration that does not depend on the machine's load."""
+    """Train as `diloco train` does, with inner steps of a fixed duration that does not depend on
+    the machine's load.
+    """
 
     def live(parts: Runtime) -> None:
         slower = parts.slow_down

@@ -1,4 +1,6 @@
-"""`python -m tests.faults.hangs CONFIG`: an island whose rank 1 hangs reading data, before its first restart."""
+"""`python -m tests.faults.hangs CONFIG`: an island whose rank 1 hangs reading data, before its
+first restart.
+"""
 
 import os
 import sys

@@ -1,8 +1,8 @@
 """Islands as `diloco launch` runs them, and what can be done to their processes from outside.
 
-The launcher and its ranks are forked from the test's process, because importing torch and hivemind takes seconds at
-each of many starts. The launcher's code is the shipped one in all but that: it starts the ranks, sees them end, ends
-the others, and starts all of them again.
+The launcher and its ranks are forked from the test's process, because importing torch and hivemind
+takes seconds at each of many starts. The launcher's code is the shipped one in all but that: it
+starts the ranks, sees them end, ends the others, and starts all of them again.
 """
 
 import os
@@ -61,7 +61,9 @@ class ForkedRank:
 
 
 class LaunchedIsland:
-    """A launcher with its ranks, and the island's folder. The launcher's pid names this life of the island."""
+    """A launcher with its ranks, and the island's folder. The launcher's pid names this life of the
+    island.
+    """
 
     def __init__(self, launcher: Rank, folder: Path) -> None:
         self.launcher, self.folder = launcher, folder
@@ -74,7 +76,11 @@ class LaunchedIsland:
     @property
     def daemons(self) -> list[int]:
         """Pid of the libp2p daemon, in a list; nothing over gloo, or while it starts."""
-        return [pid for pid in descendants_of(self.launcher.pid) if name_of(pid) == DAEMON and state_of(pid) != "Z"]
+        return [
+            pid
+            for pid in descendants_of(self.launcher.pid)
+            if name_of(pid) == DAEMON and state_of(pid) != "Z"
+        ]
 
     @property
     def num_restarts(self) -> int:
@@ -94,7 +100,9 @@ class LaunchedIsland:
         return self.launcher.exit_code
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to the launcher and all its descendants, those included that start meanwhile."""
+        """Send a signal to the launcher and all its descendants, those included that start
+        meanwhile.
+        """
         signalled: set[int] = set()
         while new := {self.launcher.pid, *descendants_of(self.launcher.pid)} - signalled:
             for pid in new:
@@ -156,7 +164,12 @@ def _be_launcher(made: Swarm, index: int, num_ranks: int, log: Path, work: Work)
 
 
 def _fork_rank(
-    command: Sequence[str], rank: int, env: Mapping[str, str], descriptors: Sequence[int], *, work: Work
+    command: Sequence[str],
+    rank: int,
+    env: Mapping[str, str],
+    descriptors: Sequence[int],
+    *,
+    work: Work,
 ) -> ForkedRank:
     """Do for a forked rank what rank_launcher.start_rank does for a program."""
     pid = os.fork()
@@ -174,7 +187,9 @@ def _fork_rank(
         code = 0
     except BaseException as error:  # noqa: BLE001 - the launcher must learn of any error
         code = exit_status(error)
-        sys.stderr.write(f"error: {text}\n") if (text := error_text(error)) else traceback.print_exc()
+        sys.stderr.write(f"error: {text}\n") if (
+            text := error_text(error)
+        ) else traceback.print_exc()
     finally:
         os._exit(code)
 

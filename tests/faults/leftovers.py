@@ -1,8 +1,10 @@
-"""What a case leaves behind: processes, listening sockets, files of sockets, shared memory and temporary files.
+"""What a case leaves behind: processes, listening sockets, files of sockets, shared memory and
+temporary files.
 
-Other tests may run on the machine. So a case has a folder of its own for temporary files, where libp2p's daemons and
-torch put their sockets. A file of shared memory counts if it came during the case and no living process holds it. A
-process counts if it descends from the test's own: while a case runs, this process adopts the orphans below it.
+Other tests may run on the machine. So a case has a folder of its own for temporary files, where
+libp2p's daemons and torch put their sockets. A file of shared memory counts if it came during the
+case and no living process holds it. A process counts if it descends from the test's own: while a
+case runs, this process adopts the orphans below it.
 """
 
 import ctypes
@@ -51,7 +53,9 @@ def nothing_left() -> Iterator[None]:
 
 @contextmanager
 def watch_leftovers(seconds: float = SECONDS) -> Iterator[Leftovers]:
-    """Fill the Leftovers after the block, without failing. They are not looked for if the block raises."""
+    """Fill the Leftovers after the block, without failing. They are not looked for if the block
+    raises.
+    """
     leftovers = Leftovers()
     before, others = snapshot(), set(descendants_of(os.getpid()))
     with own_temporary_folder() as folder:
@@ -69,7 +73,9 @@ def watch_leftovers(seconds: float = SECONDS) -> Iterator[Leftovers]:
 
 @contextmanager
 def own_temporary_folder() -> Iterator[Path]:
-    """A new folder for the temporary files of this process and of those that it starts, removed at the end."""
+    """A new folder for the temporary files of this process and of those that it starts, removed at
+    the end.
+    """
     variable, cached = os.environ.get("TMPDIR"), tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="case-", dir="/tmp") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -86,10 +92,16 @@ def adopt_orphans(is_on: bool) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_on))
 
 
-def wait_for_nothing(before: set[Path], folder: Path, others: set[int], seconds: float) -> list[str]:
+def wait_for_nothing(
+    before: set[Path], folder: Path, others: set[int], seconds: float
+) -> list[str]:
     """Wait until nothing is left. Returns what is left after `seconds`."""
     deadline = time.monotonic() + seconds
-    while left := [*describe_processes(left_processes(others)), *left_shared_memory(before), *left_in(folder)]:
+    while left := [
+        *describe_processes(left_processes(others)),
+        *left_shared_memory(before),
+        *left_in(folder),
+    ]:
         if time.monotonic() > deadline:
             return left
         time.sleep(0.1)
@@ -115,7 +127,9 @@ def describe_processes(pids: Sequence[int]) -> list[str]:
     from diloco.doctor.listeners import read_listeners
 
     sockets = {pid: [f"{each.host}:{each.port}" for each in read_listeners([pid])] for pid in pids}
-    return [f"process {pid} ({name_of(pid)}), listening at {sockets[pid] or 'nothing'}" for pid in pids]
+    return [
+        f"process {pid} ({name_of(pid)}), listening at {sockets[pid] or 'nothing'}" for pid in pids
+    ]
 
 
 def snapshot() -> set[Path]:
@@ -125,8 +139,12 @@ def snapshot() -> set[Path]:
 
 
 def left_in(folder: Path) -> list[str]:
-    """What is in the case's folder for temporary files, apart from the sockets of this process's own helpers."""
-    held = {name for pid in children_of(os.getpid()) if name_of(pid) in OURS for name in held_by(pid)}
+    """What is in the case's folder for temporary files, apart from the sockets of this process's
+    own helpers.
+    """
+    held = {
+        name for pid in children_of(os.getpid()) if name_of(pid) in OURS for name in held_by(pid)
+    }
     found = [path for path in folder.iterdir() if not path.name.startswith(CACHES)]
     return [str(path) for path in sorted(found) if not is_held(path, held)]
 
@@ -139,7 +157,9 @@ def left_shared_memory(before: set[Path]) -> list[str]:
 
 
 def is_held(path: Path, held: set[str]) -> bool:
-    """Whether a living process has the file, or something in the folder, open or mapped, or has its pid in its name."""
+    """Whether a living process has the file, or something in the folder, open or mapped, or has its
+    pid in its name.
+    """
     owner = re.fullmatch(r"torch_(\d+)_.*", path.name)
     if owner is not None and Path("/proc", owner[1]).exists():
         return True
@@ -152,11 +172,17 @@ def held_files() -> set[str]:
 
 
 def held_by(pid: int) -> set[str]:
-    """Paths of the files that a process has open or mapped, and of the sockets in its network namespace."""
+    """Paths of the files that a process has open or mapped, and of the sockets in its network
+    namespace.
+    """
     process, held = Path("/proc", str(pid)), set()
     for table in ("maps", "net/unix"):
         with suppress(OSError):
-            held |= {line.split()[-1] for line in (process / table).read_text().splitlines() if "/" in line}
+            held |= {
+                line.split()[-1]
+                for line in (process / table).read_text().splitlines()
+                if "/" in line
+            }
     with suppress(OSError):
         for descriptor in (process / "fd").iterdir():
             with suppress(OSError):
@@ -189,7 +215,9 @@ def name_of(pid: int) -> str:
 
 
 def state_of(pid: int) -> str | None:
-    """State of a process as `ps` shows it, such as T for stopped and Z for dead; None if it is gone."""
+    """State of a process as `ps` shows it, such as T for stopped and Z for dead; None if it is
+    gone.
+    """
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return None

@@ -1,7 +1,8 @@
-"""Random faults that are done to running islands from outside: what is drawn, and what is found out about each.
+"""Random faults that are done to running islands from outside: what is drawn, and what is found out
+about each.
 
-Nothing of the islands helps: processes are killed, stopped and ended by signals, and links are cut, at random times.
-outside_runner.py does it.
+Nothing of the islands helps: processes are killed, stopped and ended by signals, and links are cut,
+at random times. outside_runner.py does it.
 """
 
 import random
@@ -19,11 +20,24 @@ from tests.faults.shortages import has_process_groups
 
 SHORTAGES = ("memory", "files", "threads", "disk", "shared memory")
 """Faults that leave an island for some seconds without more of something (shortages.py)."""
-WEIGHTS = {"kill": 3, "rank": 4, "daemon": 3, "freeze": 3, "freeze one": 3, "terminate": 2, "cut": 2, "bootstrap": 1}
+WEIGHTS = {
+    "kill": 3,
+    "rank": 4,
+    "daemon": 3,
+    "freeze": 3,
+    "freeze one": 3,
+    "terminate": 2,
+    "cut": 2,
+    "bootstrap": 1,
+}
 WEIGHTS |= dict.fromkeys(SHORTAGES, 2)
-"""Kinds of faults. `rank` and `daemon` kill one process, `freeze one` stops one; `kill` and `freeze` mean all."""
+"""Kinds of faults. `rank` and `daemon` kill one process, `freeze one` stops one; `kill` and
+`freeze` mean all.
+"""
 SHORT_SECONDS = (0.5, 12.0)
-"""Range of the duration of a freeze and of a cut, and of the time until an island is started again."""
+"""Range of the duration of a freeze and of a cut, and of the time until an island is started
+again.
+"""
 PAUSE_SECONDS = 5.0
 """Mean time from one fault to the next, which has an exponential distribution."""
 WAIT_SECONDS = 120.0
@@ -32,8 +46,8 @@ WAIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class OutsideSettings:
-    """A run. The islands' own settings are as in a config; `is_apart` gives each a network namespace, a disk and a
-    /dev/shm of its own (root).
+    """A run. The islands' own settings are as in a config; `is_apart` gives each a network
+    namespace, a disk and a /dev/shm of its own (root).
     """
 
     transport: str
@@ -46,7 +60,9 @@ class OutsideSettings:
 
 @dataclass(frozen=True)
 class OutsideFault:
-    """A fault to come: `pause` seconds after the one before; `pick` in [0, 1) chooses among the island's processes."""
+    """A fault to come: `pause` seconds after the one before; `pick` in [0, 1) chooses among the
+    island's processes.
+    """
 
     kind: str
     island: int
@@ -60,19 +76,25 @@ class OutsideFault:
 
 @dataclass
 class Strike:
-    """A fault that has happened. Times are unix times, and seconds count from the fault; None: it has not come yet."""
+    """A fault that has happened. Times are unix times, and seconds count from the fault; None: it
+    has not come yet.
+    """
 
     kind: str
     island: int
     at: float
     seconds: float
     bound: float
-    """T by what the healthy islands measured of reduces and rounds, as if calls and votes took no time: the least T."""
+    """T by what the healthy islands measured of reduces and rounds, as if calls and votes took no
+    time: the least T.
+    """
     healthy: tuple[int, ...]
     first_round: int | None = None
     first_commit: float | None = None
     second_commit: float | None = None
-    """Seconds to the next round that a healthy island commits, and to the one after it, which began after the fault."""
+    """Seconds to the next round that a healthy island commits, and to the one after it, which began
+    after the fault.
+    """
     ended_at: float | None = None
     back: float | None = None
     """Seconds from the end of the fault to a commit of the island that it hit."""
@@ -101,7 +123,9 @@ class Outcome:
 
 
 def draw_faults(settings: OutsideSettings) -> Iterator[OutsideFault]:
-    """The faults of a run. A seed gives the same faults each time; when they strike depends on the islands, too."""
+    """The faults of a run. A seed gives the same faults each time; when they strike depends on the
+    islands, too.
+    """
     draw = random.Random(settings.seed)
     is_possible = {"daemon": settings.transport == "hivemind", "threads": has_process_groups()}
     is_possible |= dict.fromkeys(("cut", "disk", "shared memory"), settings.is_apart)
@@ -109,11 +133,15 @@ def draw_faults(settings: OutsideSettings) -> Iterator[OutsideFault]:
     for _ in range(settings.num_faults):
         kind = draw.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
         island, pause = draw.randrange(len(settings.islands)), draw.expovariate(1 / PAUSE_SECONDS)
-        yield OutsideFault(kind, island, round(pause, 2), round(draw.uniform(*SHORT_SECONDS), 1), draw.random())
+        yield OutsideFault(
+            kind, island, round(pause, 2), round(draw.uniform(*SHORT_SECONDS), 1), draw.random()
+        )
 
 
 def least_bound(islands: Sequence[Sequence[RoundRecord]]) -> float:
-    """T in seconds for the islands with these commits. What they do not record, calls and votes, counts as instant."""
+    """T in seconds for the islands with these commits. What they do not record, calls and votes,
+    counts as instant.
+    """
     deadlines = Deadlines(WAIT_SECONDS)
     for _ in range(3):
         deadlines.observe("call", 0.0)
@@ -126,9 +154,11 @@ def least_bound(islands: Sequence[Sequence[RoundRecord]]) -> float:
 
 
 def account(run_dir: Path, inner_steps: int, num_unrecorded: int) -> dict[str, Any]:
-    """Units that the run's history has trained, those trained twice, and those whose record is missing, with a bound.
+    """Units that the run's history has trained, those trained twice, and those whose record is
+    missing, with a bound.
 
-    `num_unrecorded`: commits that may have no record, because an island was killed in between or had no room for it.
+    `num_unrecorded`: commits that may have no record, because an island was killed in between or
+    had no room for it.
     """
     found = data_account(read_run(run_dir).islands)
     missing = (found["units_trained"] or 0) - (found["steps_accounted"] or 0)

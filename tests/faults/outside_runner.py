@@ -1,4 +1,6 @@
-"""Does random faults to running islands from outside, and watches what each of them costs (outside.py)."""
+"""Does random faults to running islands from outside, and watches what each of them costs
+(outside.py).
+"""
 
 import os
 import re
@@ -36,8 +38,8 @@ from tests.swarm import Swarm, swarm
 INNER_STEPS, STEP_SECONDS = 6, 0.1
 CALM_ROUNDS = 2
 GUARD_SECONDS = 900.0
-"""How long the run may take to begin, to go on to the next fault, and to end, also where other work has the machine.
-A hang is found long before: after T without a commit.
+"""How long the run may take to begin, to go on to the next fault, and to end, also where other work
+has the machine. A hang is found long before: after T without a commit.
 """
 AFTERMATH_SECONDS = 10.0
 """For so long after a shortage a restart of the island counts as its consequence."""
@@ -74,7 +76,9 @@ def count_rounds(seconds: float) -> int:
 
 
 def seconds_of(strike: Strike) -> float:
-    """How long the fault has lasted, which is longer than it was meant to where the machine is busy."""
+    """How long the fault has lasted, which is longer than it was meant to where the machine is
+    busy.
+    """
     ended_at = time.time() if strike.ended_at is None else strike.ended_at
     return ended_at - strike.at
 
@@ -84,16 +88,25 @@ def open_runner(settings: OutsideSettings, folder: Path) -> Iterator["OutsideRun
     """Start a bootstrap process and all islands. Kills all of them at exit."""
     if settings.transport == "hivemind":
         import hivemind  # noqa: F401 - the forked islands inherit it
-    overrides = [f"outer.transport={settings.transport}", *OVERRIDES, f"outer.inner_steps={INNER_STEPS}"]
+    overrides = [
+        f"outer.transport={settings.transport}",
+        *OVERRIDES,
+        f"outer.inner_steps={INNER_STEPS}",
+    ]
     overrides += [f"outer.wait_seconds={WAIT_SECONDS}", "island.checkpoint.every_rounds=5"]
     with ExitStack() as opened:
         net = opened.enter_context(open_net()) if settings.is_apart else None
         places = [net.add() for _ in range(len(settings.islands) + 1)] if net else []
-        own = [{**i, "listen_host": place.host} for i, place in zip(settings.islands, places, strict=False)]
+        own = [
+            {**i, "listen_host": place.host}
+            for i, place in zip(settings.islands, places, strict=False)
+        ]
         where = (places[-1].host, places[-1].command()) if places else ("127.0.0.1", [])
         served = opened.enter_context(bootstrap(settings.transport, folder / "bootstrap", *where))
         islands = own or list(settings.islands)
-        made = opened.enter_context(swarm(folder, *overrides, islands=islands, address=served.address))
+        made = opened.enter_context(
+            swarm(folder, *overrides, islands=islands, address=served.address)
+        )
         made.inside = {i: place.name for i, place in enumerate(places[:-1])}
         made.has_own_shared_memory = settings.is_apart
         runner = OutsideRunner(made, served, net, places)
@@ -108,7 +121,9 @@ def open_runner(settings: OutsideSettings, folder: Path) -> Iterator["OutsideRun
 class OutsideRunner:
     """The islands, the faults that are not over, and what has been seen."""
 
-    def __init__(self, made: Swarm, served: Bootstrap, net: Net | None, places: list[Namespace]) -> None:
+    def __init__(
+        self, made: Swarm, served: Bootstrap, net: Net | None, places: list[Namespace]
+    ) -> None:
         self.run_dir = made.folder / made.config.name
         self.islands: dict[int, LaunchedIsland] = {}
         self.outcome = Outcome()
@@ -116,9 +131,13 @@ class OutsideRunner:
         self._tails: dict[int, Tail] = {}
         self._commits: dict[int, list[RoundRecord]] = {}
         self._holds: dict[int, tuple[int, str]] = {}
-        """Rounds behind the state that each island holds, however it got it, and the beginning of its digest."""
+        """Rounds behind the state that each island holds, however it got it, and the beginning of
+        its digest.
+        """
         self._ends: list[tuple[float, Strike, Callable[[], bool]]] = []
-        """Until when a fault lasts (monotonic), the fault, and a function that ends it and says whether it is over."""
+        """Until when a fault lasts (monotonic), the fault, and a function that ends it and says
+        whether it is over.
+        """
         self._down: set[int] = set()
         """Islands whose launcher was killed or asked to leave and is not started again yet."""
         self._is_bootstrap_starting = False
@@ -137,32 +156,49 @@ class OutsideRunner:
         last = time.monotonic()
         for fault in faults:
             due = last + fault.pause
-            self._until(lambda f=fault, due=due: time.monotonic() >= due and self._may_strike(f), f"a time for {fault}")
+            self._until(
+                lambda f=fault, due=due: time.monotonic() >= due and self._may_strike(f),
+                f"a time for {fault}",
+            )
             self._strike(fault)
             last = time.monotonic()
         self._until(lambda: not self._struck and not self._ends, "the return of all islands")
-        self._until(lambda: all(s.second_commit for s in self.outcome.strikes), "commits after the last fault")
+        self._until(
+            lambda: all(s.second_commit for s in self.outcome.strikes),
+            "commits after the last fault",
+        )
         self._until(self._is_calm, "rounds of all islands")
         self._stop()
 
-    # -- striking -----------------------------------------------------------------------------------------------
+    # -- striking ----------------------------------------------------------------------------------
 
     @property
     def _struck(self) -> dict[int, Strike]:
-        """The islands that a fault has hit and that are in no committed round since, with their faults."""
-        return {s.island: s for s in self.outcome.strikes if s.back is None and s.kind != "bootstrap"}
+        """The islands that a fault has hit and that are in no committed round since, with their
+        faults.
+        """
+        return {
+            s.island: s for s in self.outcome.strikes if s.back is None and s.kind != "bootstrap"
+        }
 
     def _may_strike(self, fault: OutsideFault) -> bool:
-        """Whether the target is well, at least half of the islands stay well, and all have committed since the last."""
+        """Whether the target is well, at least half of the islands stay well, and all have
+        committed since the last.
+        """
         if any(strike.first_commit is None for strike in self.outcome.strikes):
             return False
         if fault.kind == "bootstrap":
-            return not any(strike.kind == "bootstrap" and strike.back is None for strike in self.outcome.strikes)
+            return not any(
+                strike.kind == "bootstrap" and strike.back is None
+                for strike in self.outcome.strikes
+            )
         return fault.island not in self._struck and len(self._struck) + 1 <= len(self.islands) // 2
 
     def _strike(self, fault: OutsideFault) -> None:
         spared = fault.kind == "bootstrap"
-        healthy = tuple(i for i in self.islands if i not in self._struck and (spared or i != fault.island))
+        healthy = tuple(
+            i for i in self.islands if i not in self._struck and (spared or i != fault.island)
+        )
         bound = least_bound([self._commits[i] for i in healthy])
         strike = Strike(fault.kind, fault.island, time.time(), fault.seconds, bound, healthy)
         end = self._act(fault, strike)
@@ -210,14 +246,18 @@ class OutsideRunner:
             return shortages.room(Path(f"/proc/{island.launcher.pid}/root/dev/shm"))
         if kind == "threads":
             group = f"diloco-{os.getpid()}-{len(self.outcome.strikes)}"
-            return shortages.threads([island.launcher.pid, *descendants_of(island.launcher.pid)], group)
+            return shortages.threads(
+                [island.launcher.pid, *descendants_of(island.launcher.pid)], group
+            )
         return {"memory": shortages.memory, "files": shortages.files}[kind](processes)
 
     @property
     def folders(self) -> list[Path]:
         """The islands' own folders."""
         config = self._made.config
-        return [config.for_island(index).folder(config.name) for index in range(len(config.islands))]
+        return [
+            config.for_island(index).folder(config.name) for index in range(len(config.islands))
+        ]
 
     def _start_again(self, index: int) -> bool:
         if self.islands[index].exit_code is None:  # It is still leaving.
@@ -236,14 +276,18 @@ class OutsideRunner:
         strike.back = 0.0
         return True
 
-    # -- watching -----------------------------------------------------------------------------------------------
+    # -- watching ----------------------------------------------------------------------------------
 
     def _until(self, is_so: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + GUARD_SECONDS
         while not is_so():
             if time.monotonic() > deadline:
-                logs = "\n".join(f"--- island-{i}\n{island.log[-3000:]}" for i, island in self.islands.items())
-                raise AssertionError(f"{what} did not come in {GUARD_SECONDS:.0f} s; struck: {self._struck}\n{logs}")
+                logs = "\n".join(
+                    f"--- island-{i}\n{island.log[-3000:]}" for i, island in self.islands.items()
+                )
+                raise AssertionError(
+                    f"{what} did not come in {GUARD_SECONDS:.0f} s; struck: {self._struck}\n{logs}"
+                )
             self._poll()
             time.sleep(POLL_SECONDS)
 
@@ -268,7 +312,9 @@ class OutsideRunner:
             self._see_exits()
 
     def _see(self, index: int, record: RoundRecord) -> None:
-        """Count a commit for the fault that the island comes back from, or for the faults that it was spared."""
+        """Count a commit for the fault that the island comes back from, or for the faults that it
+        was spared.
+        """
         if (own := self._struck.get(index)) is not None:
             if own.ended_at is not None and record.time > own.ended_at:
                 own.back = record.time - own.ended_at
@@ -285,36 +331,59 @@ class OutsideRunner:
     def _see_hangs(self) -> None:
         for number, strike in enumerate(self.outcome.strikes):
             waited = time.time() - strike.at
-            if strike.first_commit is None and waited > strike.bound and len(self.outcome.hangs) <= number:
+            if (
+                strike.first_commit is None
+                and waited > strike.bound
+                and len(self.outcome.hangs) <= number
+            ):
                 what = f"fault {number} ({strike.kind} of island {strike.island})"
-                self.outcome.hangs.append(f"{what}: no commit after {waited:.0f} s; T is {strike.bound:.0f} s")
+                self.outcome.hangs.append(
+                    f"{what}: no commit after {waited:.0f} s; T is {strike.bound:.0f} s"
+                )
 
     def _see_exits(self) -> None:
         for index, island in self.islands.items():
             if (code := island.exit_code) is not None and index not in self._down:
-                self.outcome.exits.append(f"island {index} ended with status {code}: {island.log[-1000:]}")
+                self.outcome.exits.append(
+                    f"island {index} ended with status {code}: {island.log[-1000:]}"
+                )
                 raise AssertionError(f"island {index} has ended")
-            before, self._num_restarts[index] = self._num_restarts.get(index, 0), island.num_restarts
+            before, self._num_restarts[index] = (
+                self._num_restarts.get(index, 0),
+                island.num_restarts,
+            )
             if self._num_restarts[index] > before and not self._may_restart(index):
-                self.outcome.exits.append(f"island {index} was started again without a fault: {island.log[-1000:]}")
+                self.outcome.exits.append(
+                    f"island {index} was started again without a fault: {island.log[-1000:]}"
+                )
             self.outcome.num_restarts = sum(self._num_restarts.values())
 
     def _may_restart(self, index: int) -> bool:
-        """Whether a fault has hit the island, or a shortage whose aftermath it may be: a process may die of it late."""
+        """Whether a fault has hit the island, or a shortage whose aftermath it may be: a process
+        may die of it late.
+        """
         now = time.time()
         aftermath = any(
-            strike.kind in SHORTAGES and strike.island == index and now - (strike.ended_at or now) < AFTERMATH_SECONDS
+            strike.kind in SHORTAGES
+            and strike.island == index
+            and now - (strike.ended_at or now) < AFTERMATH_SECONDS
             for strike in self.outcome.strikes
         )
         return aftermath or index in self._struck
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def _is_calm(self) -> bool:
-        """Whether all islands have committed the same CALM_ROUNDS rounds, all together, after the last fault's end."""
+        """Whether all islands have committed the same CALM_ROUNDS rounds, all together, after the
+        last fault's end.
+        """
         since = max(strike.ended_at or 0.0 for strike in self.outcome.strikes)
         together = [
-            {r.round for r in commits if r.time > since and len(r.participants) == len(self.islands)}
+            {
+                r.round
+                for r in commits
+                if r.time > since and len(r.participants) == len(self.islands)
+            }
             for commits in self._commits.values()
         ]
         return len(set.intersection(*together)) >= CALM_ROUNDS
@@ -326,11 +395,15 @@ class OutsideRunner:
             self._down.add(index)
             # An island that finds the file while it is empty leaves at once.
             write_atomically(island.folder / STOP, str(last))
-        self._until(lambda: all(island.exit_code is not None for island in self.islands.values()), "the end")
+        self._until(
+            lambda: all(island.exit_code is not None for island in self.islands.values()), "the end"
+        )
         self._poll()
         for index, island in self.islands.items():
             if island.exit_code:
-                self.outcome.exits.append(f"island {index} ended with status {island.exit_code}: {island.log[-1000:]}")
+                self.outcome.exits.append(
+                    f"island {index} ended with status {island.exit_code}: {island.log[-1000:]}"
+                )
         self.outcome.num_rounds = last
         if len(set(self._holds.values())) > 1:
             self.outcome.splits.append(f"the islands end with different states: {self._holds}")

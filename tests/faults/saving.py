@@ -1,4 +1,6 @@
-"""Runs of one small island by the user's commands, with a checkpoint after every round, and disks that fail."""
+"""Runs of one small island by the user's commands, with a checkpoint after every round, and disks
+that fail.
+"""
 
 import itertools
 import os
@@ -19,7 +21,9 @@ from tests.swarm import TEXT, TINY, Rank, read_records
 Before = Callable[[], None]
 ROOT = Path(__file__).parents[2]
 DILOCO = f"{sys.executable} -m diloco"
-TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m"
+TORCHRUN = (
+    f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m"
+)
 LAUNCHER = f"{sys.executable} -m diloco.runtime.rank_launcher 2 1"
 ROUNDS = 6
 GUARD_SECONDS = 400.0
@@ -42,13 +46,24 @@ class SavingRun:
         for number in range(40):
             (folder / "text" / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
         own = [f"data.paths=[{folder / 'text'}]", f"island.cache_dir={folder / 'cache'}"]
-        self.values = [*own, "outer.transport=loopback", "outer.start_islands=1", f"outer.rounds={ROUNDS}"]
+        self.values = [
+            *own,
+            "outer.transport=loopback",
+            "outer.start_islands=1",
+            f"outer.rounds={ROUNDS}",
+        ]
         self.values += ["island.checkpoint.every_rounds=1"]
         self.config.write_text(TINY)
 
     def arguments(self, command: str, run_dir: Path, *more: str) -> list[str]:
         """Arguments of `command` for this config and run folder."""
-        return [*command.split(), str(self.config), *self.values, f"island.run_dir={run_dir}", *more]
+        return [
+            *command.split(),
+            str(self.config),
+            *self.values,
+            f"island.run_dir={run_dir}",
+            *more,
+        ]
 
     def start(self, log: Path, arguments: list[str], before: Before = nothing) -> Rank:
         """Start `diloco ARGUMENTS`, or another program if the first argument begins with a `/`."""
@@ -64,7 +79,9 @@ class SavingRun:
 
     def end(self, arguments: list[str], before: Before = nothing) -> "FinishedProcess":
         """Start a command and wait for its end."""
-        return wait_for_end(self.start(self.folder / f"said-{next(_numbers)}.txt", arguments, before))
+        return wait_for_end(
+            self.start(self.folder / f"said-{next(_numbers)}.txt", arguments, before)
+        )
 
 
 class FinishedProcess:
@@ -125,19 +142,31 @@ def digests(folder: Path) -> dict[int, set[str]]:
 
 
 def events(folder: Path, name: str) -> list[str]:
-    return [record["text"] for record in records(folder) if record["kind"] == "event" and record["name"] == name]
+    return [
+        record["text"]
+        for record in records(folder)
+        if record["kind"] == "event" and record["name"] == name
+    ]
 
 
 def list_published(folder: Path) -> list[str]:
     """Names of the published checkpoints in a folder."""
-    return sorted(path.parent.name for path in folder.glob("step-*/manifest.json") if "." not in path.parent.name)
+    return sorted(
+        path.parent.name
+        for path in folder.glob("step-*/manifest.json")
+        if "." not in path.parent.name
+    )
 
 
 def wait_until(is_so: Callable[[], object], process: Rank) -> None:
-    """Wait until `is_so()` is true. Fails the test with the output of the process if that does not happen."""
+    """Wait until `is_so()` is true. Fails the test with the output of the process if that does not
+    happen.
+    """
     deadline = time.monotonic() + GUARD_SECONDS
     while not is_so():
-        assert time.monotonic() < deadline, f"it did not happen:\n{process.log.read_text(errors='replace')[-4000:]}"
+        assert time.monotonic() < deadline, (
+            f"it did not happen:\n{process.log.read_text(errors='replace')[-4000:]}"
+        )
         time.sleep(0.02)
 
 

@@ -1,7 +1,9 @@
-"""Shortages that last for some seconds: of memory, file descriptors, threads, and room on disk and in /dev/shm.
+"""Shortages that last for some seconds: of memory, file descriptors, threads, and room on disk and
+in /dev/shm.
 
-Each function begins one for processes that run, and returns a function that ends it. Disk and /dev/shm are small file
-systems of an island's own, which `own_disk` and `own_shared_memory` make; they and `threads` need root.
+Each function begins one for processes that run, and returns a function that ends it. Disk and
+/dev/shm are small file systems of an island's own, which `own_disk` and `own_shared_memory` make;
+they and `threads` need root.
 """
 
 import ctypes
@@ -32,7 +34,9 @@ def files(pids: Sequence[int]) -> End:
 
 
 def threads(pids: Sequence[int], group: str) -> End:
-    """The processes start no more threads and processes than they have. `group`: name of a control group to make."""
+    """The processes start no more threads and processes than they have. `group`: name of a control
+    group to make.
+    """
     folder = PIDS / group
     folder.mkdir()
     for pid in pids:
@@ -66,7 +70,9 @@ def room(folder: Path) -> End:
 
 @contextmanager
 def own_disk(folder: Path) -> Iterator[None]:
-    """The folder is a small file system of its own; what is in it is there afterwards, too. Needs root."""
+    """The folder is a small file system of its own; what is in it is there afterwards, too. Needs
+    root.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder.with_name(f"{folder.name}.kept")
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs", folder], check=True)

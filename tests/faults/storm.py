@@ -1,4 +1,6 @@
-"""A storm over forked islands: inject the shipped tool's seeded faults and summarise the run's records."""
+"""A storm over forked islands: inject the shipped tool's seeded faults and summarise the run's
+records.
+"""
 
 import signal
 import time
@@ -37,7 +39,9 @@ class StormSettings:
     shapes: tuple[dict[str, Any], ...] = ()
     """Settings of the last islands; those before have one rank."""
     step_seconds: float = 0.08
-    """Duration of an inner step. Islands that cannot keep it up are not waited for, and no round is whole then."""
+    """Duration of an inner step. Islands that cannot keep it up are not waited for, and no round is
+    whole then.
+    """
 
     @property
     def islands(self) -> list[dict[str, Any]]:
@@ -53,9 +57,14 @@ class StormOutcome:
 
 
 def run_storm(setting: StormSettings, folder: Path) -> StormOutcome:
-    """Run a storm and CALM_ROUNDS more rounds in `folder`. Raises AssertionError if an island hangs."""
+    """Run a storm and CALM_ROUNDS more rounds in `folder`. Raises AssertionError if an island
+    hangs.
+    """
     overrides = (f"outer.inner_steps={INNER_STEPS}", "optimizer.tokens_per_step=128")
-    with nothing_left(), open_forked_swarm(folder, setting.transport, setting.islands, *overrides) as (made, fleet):
+    with (
+        nothing_left(),
+        open_forked_swarm(folder, setting.transport, setting.islands, *overrides) as (made, fleet),
+    ):
         passing = StormRunner(made, fleet, setting)
         started = time.monotonic()
         passing.until_over()
@@ -88,12 +97,17 @@ class StormRunner:
         self._until(lambda: min(watch.last for watch in self._watches) >= 0, "the first round")
         began = time.monotonic()
         for fault in self._faults:
-            self._until(lambda f=fault: time.monotonic() - began >= (f.second or 0) and self._may_strike(f), str(fault))
+            self._until(
+                lambda f=fault: time.monotonic() - began >= (f.second or 0) and self._may_strike(f),
+                str(fault),
+            )
             self._strike(fault)
         self._until(lambda: not self._awake_from and not self._back_from, "the end of all faults")
 
     def until_calm(self) -> None:
-        """Wait for CALM_ROUNDS. An island that has just come back, or is slowed down, makes fewer inner steps."""
+        """Wait for CALM_ROUNDS. An island that has just come back, or is slowed down, makes fewer
+        inner steps.
+        """
         start = max(watch.last for watch in self._watches) + 1
 
         def is_calm() -> bool:
@@ -113,7 +127,7 @@ class StormRunner:
         for island in self._islands.values():
             island.wait(GUARD_SECONDS)
 
-    # -- faults -------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     def _may_strike(self, fault: Fault) -> bool:
         """Whether the target is up, and at least half of the islands stay up after the fault."""
@@ -131,7 +145,10 @@ class StormRunner:
     def _strike(self, fault: Fault) -> None:
         target, now = fault.targets[0], time.monotonic()
         names = tuple(f"island-{name}" if isinstance(name, int) else name for name in fault.targets)
-        record_fault(self.run_dir, FaultRecord(spec=str(fault), kind=fault.kind, islands=names, text=str(fault)))
+        record_fault(
+            self.run_dir,
+            FaultRecord(spec=str(fault), kind=fault.kind, islands=names, text=str(fault)),
+        )
         if isinstance(target, str):
             kill([self._fleet.services[BOOTSTRAP]])
             self._back_from[target] = now + (fault.back or 0)
@@ -160,7 +177,7 @@ class StormRunner:
                 self._islands[target] = self._start(target)
             del self._back_from[target]
 
-    # -- the islands --------------------------------------------------------------------------------------------
+    # -- the islands -------------------------------------------------------------------------------
 
     def _start(self, index: int) -> Island:
         return self._made.start(index, self._pace)
@@ -168,7 +185,9 @@ class StormRunner:
     def _is_full(self, number: int) -> bool:
         records = [watch.commits.get(number) for watch in self._watches]
         return all(
-            record is not None and len(record.participants) == len(records) and record.steps == INNER_STEPS
+            record is not None
+            and len(record.participants) == len(records)
+            and record.steps == INNER_STEPS
             for record in records
         )
 
@@ -186,8 +205,13 @@ class StormRunner:
     def _check_alive(self) -> None:
         """Fail if an island has ended without a fault."""
         for index, island in self._islands.items():
-            assert index in self._back_from or is_up(island), f"island {index} has ended:\n{island.log[-4000:]}"
+            assert index in self._back_from or is_up(island), (
+                f"island {index} has ended:\n{island.log[-4000:]}"
+            )
 
     def _logs(self) -> str:
-        states = {i: (w.last, i in self._awake_from, i in self._back_from) for i, w in enumerate(self._watches)}
+        states = {
+            i: (w.last, i in self._awake_from, i in self._back_from)
+            for i, w in enumerate(self._watches)
+        }
         return "\n".join([str(states), *(island.log[-2500:] for island in self._islands.values())])

@@ -1,4 +1,5 @@
-"""Six islands, of which the fastest coordinates: it, or another one, is killed or frozen at each phase of a round.
+"""Six islands, of which the fastest coordinates: it, or another one, is killed or frozen at each
+phase of a round.
 
 The default suite runs one case; all: scripts/test tests/faults -m "slow or not slow"
 """
@@ -19,7 +20,10 @@ ROUND = 10
 ROLES = {"coordinator": VICTIM, "another": 4}
 """The island that coordinates, by what the victim is."""
 CASES = [
-    pytest.param(*case, marks=[] if case == ("gloo", "kill", "planning", "coordinator") else [pytest.mark.slow])
+    pytest.param(
+        *case,
+        marks=[] if case == ("gloo", "kill", "planning", "coordinator") else [pytest.mark.slow],
+    )
     for case in [
         *product(("gloo",), ("kill", "freeze"), ROUND_PHASES, ROLES),
         *product(("hivemind",), ("kill", "freeze"), ("planning", "reducing", "decide"), ROLES),
@@ -33,5 +37,11 @@ def test_the_others_go_on_whoever_coordinates(
 ):
     spec = f"{fault}:{VICTIM}@round={ROUND},phase={phase}"
     run_with_fault(
-        tmp_path, spec, VICTIM, transport, place(transport), num_islands=NUM_ISLANDS, coordinator=ROLES[role]
+        tmp_path,
+        spec,
+        VICTIM,
+        transport,
+        place(transport),
+        num_islands=NUM_ISLANDS,
+        coordinator=ROLES[role],
     )

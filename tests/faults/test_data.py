@@ -1,4 +1,6 @@
-"""The account of the data over real processes: islands die, come back and join, and no unit is trained twice."""
+"""The account of the data over real processes: islands die, come back and join, and no unit is
+trained twice.
+"""
 
 import signal
 from pathlib import Path
@@ -16,14 +18,20 @@ STREAMING = ["outer.fragments=2", "outer.delay=1", "outer.mix=0.5"]
 
 
 def assert_each_unit_once(run_dir: Path) -> None:
-    """Check that committed rounds trained each unit once and, with the open units, cover all up to the frontier."""
+    """Check that committed rounds trained each unit once and, with the open units, cover all up to
+    the frontier.
+    """
     run = read_run(run_dir)
     account = data_account(run.islands)
     assert account["units_repeated"] == 0 and account["units_trained"] > 0
     # The record is missing if an island was killed right after a commit.
-    committed = [units_of(record) for island in run.islands for record in island.rounds if record.committed]
+    committed = [
+        units_of(record) for island in run.islands for record in island.rounds if record.committed
+    ]
     assert len({unit for units in committed for unit in units}) >= account["units_trained"] * 0.9
-    assert "Units trained, repeated, unused" in {what for what, _, _ in summary_rows(summarise(run_dir))}
+    assert "Units trained, repeated, unused" in {
+        what for what, _, _ in summary_rows(summarise(run_dir))
+    }
 
 
 @pytest.mark.slow
@@ -31,7 +39,13 @@ def assert_each_unit_once(run_dir: Path) -> None:
     "settings", [[], STREAMING, ["outer.missed_progress=drop"]], ids=["plain", "streaming", "drop"]
 )
 def test_islands_die_return_and_join_and_no_unit_is_trained_twice(tmp_path, settings):
-    common = ["outer.rounds=40", "outer.inner_steps=4", "outer.start_islands=2", "name=run", *settings]
+    common = [
+        "outer.rounds=40",
+        "outer.inner_steps=4",
+        "outer.start_islands=2",
+        "name=run",
+        *settings,
+    ]
     islands = [{"faults": [f"slow:{i}x5" for i in range(4)]}, {}, {"joins": True}, {"joins": True}]
     with swarm(tmp_path, *common, islands=islands) as made:
         first, victim = made.start(0), made.start(1)

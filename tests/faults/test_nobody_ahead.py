@@ -1,4 +1,6 @@
-"""Islands wake up behind one that dies while they take its state: they go on from their own. Real processes."""
+"""Islands wake up behind one that dies while they take its state: they go on from their own. Real
+processes.
+"""
 
 import signal
 
@@ -15,7 +17,9 @@ QUORUM = ("outer.wait_for=quorum", "outer.optimizer.delayed=true")
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [(), QUORUM], ids=["all", "quorum"])
 @pytest.mark.parametrize("transport", ["gloo", "hivemind"])
-def test_islands_that_wake_behind_one_that_dies_giving_its_state_go_on(tmp_path, place, transport, settings):
+def test_islands_that_wake_behind_one_that_dies_giving_its_state_go_on(
+    tmp_path, place, transport, settings
+):
     islands = [{"faults": [f"slow:{index}x5"]} for index in range(3)]
     islands[AHEAD]["faults"].append(f"kill:{AHEAD}@round=4,phase=donate")
     settings = [*SETTINGS, *settings, f"outer.transport={transport}", f"name={tmp_path.name}"]

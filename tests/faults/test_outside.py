@@ -1,4 +1,5 @@
-"""Random faults from outside, at random times: the healthy islands commit within T, nobody ends, splits, or is left.
+"""Random faults from outside, at random times: the healthy islands commit within T, nobody ends,
+splits, or is left.
 
 scripts/bench/faults/outside_faults.py makes hundreds, and prints how long each holds up the others.
 """
@@ -17,7 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 def test_killed_ranks_and_frozen_islands_hold_up_nobody(tmp_path: Path):
     kinds = ("rank", "freeze")
-    settings = OutsideSettings("gloo", num_faults=3, seed=2, islands=({}, {"ranks": 2}), kinds=kinds)
+    settings = OutsideSettings(
+        "gloo", num_faults=3, seed=2, islands=({}, {"ranks": 2}), kinds=kinds
+    )
     with nothing_left():
         check(run_outside_faults(settings, tmp_path))
 
@@ -40,6 +43,8 @@ def test_islands_that_run_out_of_something_for_some_seconds_train_on_or_are_star
 
 def check(outcome: Outcome) -> None:
     assert outcome.problems == []
-    assert all(strike.first_commit <= strike.bound for strike in outcome.strikes if strike.first_commit)
+    assert all(
+        strike.first_commit <= strike.bound for strike in outcome.strikes if strike.first_commit
+    )
     assert outcome.account["repeated"] == 0
     assert 0 <= outcome.account["unrecorded"] <= outcome.account["may_be_unrecorded"]

@@ -1,4 +1,6 @@
-"""Four islands whose links are cut and healed (network namespaces): the history with the most tokens survives."""
+"""Four islands whose links are cut and healed (network namespaces): the history with the most
+tokens survives.
+"""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +12,14 @@ import pytest
 
 from diloco.network_emulation.namespaces import Namespace, Net, open_net
 from tests.faults.bootstraps import bootstrap
-from tests.faults.waits import GUARD_SECONDS, assert_one_history, last_round, more_rounds, reached, until
+from tests.faults.waits import (
+    GUARD_SECONDS,
+    assert_one_history,
+    last_round,
+    more_rounds,
+    reached,
+    until,
+)
 from tests.swarm import Island, Swarm, swarm
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
@@ -21,7 +30,9 @@ slow = pytest.mark.slow
 
 @dataclass
 class Divided:
-    """Four islands with links that can be cut, and the bootstrap process on the side of island 0."""
+    """Four islands with links that can be cut, and the bootstrap process on the side of island
+    0.
+    """
 
     swarm: Swarm
     net: Net
@@ -47,8 +58,12 @@ class Divided:
 
 
 @contextmanager
-def divided(folder: Path, transport: str, small: list[int], slowed: list[int], *overrides: str) -> Iterator[Divided]:
-    """Four islands that have committed some rounds together. Inner steps of `slowed` take SLOW times as long."""
+def divided(
+    folder: Path, transport: str, small: list[int], slowed: list[int], *overrides: str
+) -> Iterator[Divided]:
+    """Four islands that have committed some rounds together. Inner steps of `slowed` take SLOW
+    times as long.
+    """
     if transport == "hivemind":
         import hivemind  # noqa: F401 - the forked islands inherit it
 
@@ -57,7 +72,12 @@ def divided(folder: Path, transport: str, small: list[int], slowed: list[int], *
         host, prefix = places[4].host, places[4].command()
         faults = [f"slow:{i}x{SLOW}" for i in slowed]
         islands = [{"listen_host": place.host, "faults": faults} for place in places[:4]]
-        settings = ["outer.rounds=100000", "outer.inner_steps=4", f"outer.transport={transport}", *overrides]
+        settings = [
+            "outer.rounds=100000",
+            "outer.inner_steps=4",
+            f"outer.transport={transport}",
+            *overrides,
+        ]
         with (
             bootstrap(transport, folder, host, prefix) as served,
             swarm(folder, *settings, islands=islands, address=served.address) as made,
@@ -69,10 +89,14 @@ def divided(folder: Path, transport: str, small: list[int], slowed: list[int], *
 
 
 def rounds_with(island: Island, names: list[str], after: int, all_islands: list[Island]) -> None:
-    """Wait until the island has committed three rounds later than `after` with exactly these participants."""
+    """Wait until the island has committed three rounds later than `after` with exactly these
+    participants.
+    """
 
     def has_come() -> bool:
-        return sum(r["participants"] == names for n, r in island.committed().items() if n > after) >= 3
+        return (
+            sum(r["participants"] == names for n, r in island.committed().items() if n > after) >= 3
+        )
 
     until(has_come, f"three rounds of {names} by {island.folder.name}", *all_islands)
 
@@ -80,19 +104,32 @@ def rounds_with(island: Island, names: list[str], after: int, all_islands: list[
 def survivors_chain(winners: list[Island]) -> dict[int, str]:
     """Digests by round of the surviving history, which is all that the winners have committed."""
     assert_one_history(*winners)
-    return {number: record["digest"] for island in winners for number, record in island.committed().items()}
+    return {
+        number: record["digest"]
+        for island in winners
+        for number, record in island.committed().items()
+    }
 
 
 def check_loser(island: Island, chain: dict[int, str], winner: Island) -> None:
-    """Check that the loser's own history had fewer tokens and that it then took the survivors' state for good."""
+    """Check that the loser's own history had fewer tokens and that it then took the survivors'
+    state for good.
+    """
     rounds = [r for r in island.records("round") if r["committed"] and r["round"] <= max(chain)]
     is_on = [chain.get(r["round"]) == r["digest"] for r in rounds]
     off = [i for i, on in enumerate(is_on) if not on]
     assert off, f"{island.folder.name} had no history of its own"
-    assert off == list(range(off[0], off[-1] + 1)) and is_on[-1], f"{island.folder.name} mixes histories: {is_on}"
+    assert off == list(range(off[0], off[-1] + 1)) and is_on[-1], (
+        f"{island.folder.name} mixes histories: {is_on}"
+    )
     returned_at = rounds[off[-1] + 1]["time"]
-    assert any(r["name"] == "caught up" and r["time"] < returned_at for r in island.records("event"))
-    lost, kept = ([r["tokens"] for r in i.records("eval") if r["time"] < returned_at][-1] for i in (island, winner))
+    assert any(
+        r["name"] == "caught up" and r["time"] < returned_at for r in island.records("event")
+    )
+    lost, kept = (
+        [r["tokens"] for r in i.records("eval") if r["time"] < returned_at][-1]
+        for i in (island, winner)
+    )
     assert lost < kept, "the history with most tokens survives"
 
 
@@ -115,7 +152,9 @@ def test_both_sides_go_on_and_one_history_survives(tmp_path, transport, small, s
                 rounds_with(island, [other.folder.name for other in side], -1, everybody)
         fast, late = sorted(made.sides, key=lambda side: everybody.index(side[0]) in slowed)
         behind = 2 * max(record["tokens"] for record in late[0].records("eval"))
-        until(lambda: fast[0].records("eval")[-1]["tokens"] > behind, "more tokens on one side", *fast)
+        until(
+            lambda: fast[0].records("eval")[-1]["tokens"] > behind, "more tokens on one side", *fast
+        )
         healed_at = max(last_round(island) for island in everybody)
         made.heal()
         for island in everybody:
@@ -148,16 +187,23 @@ def test_below_quorum_an_island_stops_when_it_is_told_to(tmp_path):
         (single,), others = made.sides[1], made.sides[0]
         made.cut()
         assert single.wait(GUARD_SECONDS) == [1]
-        assert "1 of outer.quorum 3 islands" in single.log and "outer.below_quorum is 'stop'" in single.log
+        assert (
+            "1 of outer.quorum 3 islands" in single.log
+            and "outer.below_quorum is 'stop'" in single.log
+        )
         more_rounds(others[0], 5, NAMES[:3])
 
 
 @slow
 def test_below_quorum_an_island_goes_on_loudly_when_it_is_told_to(tmp_path):
-    with divided(tmp_path, "gloo", [3], [], "outer.quorum=3", "outer.below_quorum=continue") as made:
+    with divided(
+        tmp_path, "gloo", [3], [], "outer.quorum=3", "outer.below_quorum=continue"
+    ) as made:
         (single,), others = made.sides[1], made.sides[0]
         made.cut()
         more_rounds(single, 3, [NAMES[3]])
         more_rounds(others[0], 3, NAMES[:3])
-        assert "is ALONE in the run" in single.log and "alone" in {r["name"] for r in single.records("event")}
+        assert "is ALONE in the run" in single.log and "alone" in {
+            r["name"] for r in single.records("event")
+        }
         assert not others[0].events("alone")

@@ -1,6 +1,8 @@
-"""One process of an island dies: the whole island ends with a clear word, and its launcher brings it back as the same.
+"""One process of an island dies: the whole island ends with a clear word, and its launcher brings
+it back as the same.
 
-The default suite kills one rank over gloo; all: scripts/test tests/faults/test_processes.py -m "slow or not slow"
+The default suite kills one rank over gloo; all: scripts/test tests/faults/test_processes.py -m
+"slow or not slow"
 """
 
 import signal
@@ -33,19 +35,34 @@ class Case:
         self.others = [reader for index, reader in readers.items() if index != VICTIM]
 
     def reach(self, round_number: int) -> None:
-        until(lambda: last_round(self.readers[VICTIM]) >= round_number, f"round {round_number}", *self.readers.values())
+        until(
+            lambda: last_round(self.readers[VICTIM]) >= round_number,
+            f"round {round_number}",
+            *self.readers.values(),
+        )
 
     def is_back(self) -> bool:
         """Whether the victim's ranks were started again and have committed a round since."""
         before, _, since = self.victim.log.rpartition("starting all ranks again")
-        return bool(before) and "joined:" in since and "committed with" in since.partition("joined:")[2]
+        return (
+            bool(before)
+            and "joined:" in since
+            and "committed with" in since.partition("joined:")[2]
+        )
 
 
 @contextmanager
 def running(folder: Path, transport: str, shape: str, address: str, **own: Any) -> Iterator[Case]:
-    """Three islands that run until the end of the block, which then end well with one history and nothing left."""
+    """Three islands that run until the end of the block, which then end well with one history and
+    nothing left.
+    """
     specs = [{}, {**SHAPES[shape], **own}, {}]
-    settings = [f"name={folder.name}", *ROUNDS_AND_STEPS, f"outer.rounds={4 * ROUNDS}", f"outer.transport={transport}"]
+    settings = [
+        f"name={folder.name}",
+        *ROUNDS_AND_STEPS,
+        f"outer.rounds={4 * ROUNDS}",
+        f"outer.transport={transport}",
+    ]
     with nothing_left(), swarm(folder, *settings, islands=specs, address=address) as made:
         islands: dict[int, LaunchedIsland] = {}
         with ended(islands):
@@ -56,16 +73,24 @@ def running(folder: Path, transport: str, shape: str, address: str, **own: Any) 
             yield case
             until(case.is_back, "the island's return", *readers.values())
             check_one_history(list(readers.values()))
-            # Now each leaves after its round under way. On a busy machine that may be a round of its own.
+            # Now each leaves after its round under way. On a busy machine that may be a round of
+            # its own.
             (folder / folder.name / "stop-after-round").touch()
-            until(lambda: all(island.exit_code is not None for island in islands.values()), "the end")
+            until(
+                lambda: all(island.exit_code is not None for island in islands.values()), "the end"
+            )
             assert {island.exit_code for island in islands.values()} == {0}, case.victim.log[-3000:]
 
 
 def check_one_history(islands: list[Island]) -> None:
-    """Check that rounds of several islands have one digest. One island alone may commit what is thrown away later."""
+    """Check that rounds of several islands have one digest. One island alone may commit what is
+    thrown away later.
+    """
     commits = [
-        record for island in islands for record in island.committed().values() if len(record["participants"]) > 1
+        record
+        for island in islands
+        for record in island.committed().values()
+        if len(record["participants"]) > 1
     ]
     digests: dict[int, set[str]] = {}
     for record in commits:
@@ -74,7 +99,9 @@ def check_one_history(islands: list[Island]) -> None:
 
 
 def check_return(case: Case, word: str, key: str) -> None:
-    """Check what the victim's log says, that it was started again once, and that it is the same island."""
+    """Check what the victim's log says, that it was started again once, and that it is the same
+    island.
+    """
     assert word in case.victim.log, case.victim.log[-3000:]
     assert case.victim.num_restarts == 1
     assert (case.victim.folder / "island.key").read_text() == key
@@ -84,7 +111,11 @@ def check_return(case: Case, word: str, key: str) -> None:
 KILLS = [
     pytest.param(*case, marks=[] if case == ("gloo", "dp_shard2", 1) else [slow])
     for transport in ("gloo", "hivemind")
-    for case in [(transport, "dp_shard2", 0), (transport, "dp_shard2", 1), *product([transport], ["pp2-tp2"], (0, 3))]
+    for case in [
+        (transport, "dp_shard2", 0),
+        (transport, "dp_shard2", 1),
+        *product([transport], ["pp2-tp2"], (0, 3)),
+    ]
 ]
 
 
@@ -112,7 +143,10 @@ def test_an_island_whose_libp2p_daemon_is_killed_ends_and_comes_back_as_the_same
         send(daemon, signal.SIGKILL)
         until(case.is_back, "the island's return", *case.readers.values())
         check_return(
-            case, "the libp2p daemon of this node was ended by SIGKILL, and with it all of its connections", key
+            case,
+            "the libp2p daemon of this node was ended by SIGKILL, and with it all of its "
+            "connections",
+            key,
         )
 
 
@@ -138,7 +172,10 @@ def test_an_island_of_which_one_rank_freezes_goes_on_when_it_wakes(
         case.reach(ROUND)
         send(case.victim.ranks[1], signal.SIGSTOP)
         after = [last_round(other) for other in case.others]
-        until(lambda: all(last_round(o) > n + 1 for o, n in zip(case.others, after, strict=True)), "two more rounds")
+        until(
+            lambda: all(last_round(o) > n + 1 for o, n in zip(case.others, after, strict=True)),
+            "two more rounds",
+        )
         send(case.victim.ranks[1], signal.SIGCONT)
         case.reach(max(map(last_round, case.others)) + 1)
         send(case.victim.ranks[1], signal.SIGKILL)

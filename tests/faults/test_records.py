@@ -1,4 +1,6 @@
-"""What keeps records from being written costs the records: islands train to the end, to the same state."""
+"""What keeps records from being written costs the records: islands train to the end, to the same
+state.
+"""
 
 import re
 import subprocess
@@ -45,7 +47,11 @@ def train_pair(folder: Path, disk: Path) -> tuple[set[str], list[list[str]]]:
 def test_islands_whose_records_cannot_be_written_train_on(tmp_path: Path) -> None:
     expected, _ = train_pair(tmp_path / "first", tmp_path / "good")
     disk = tmp_path / "bad"
-    for name in ("LOGBOOK.md", "config.yaml", *(f"island-{k}/{name}" for k in (0, 1) for name in RECORDS)):
+    for name in (
+        "LOGBOOK.md",
+        "config.yaml",
+        *(f"island-{k}/{name}" for k in (0, 1) for name in RECORDS),
+    ):
         (disk / "test" / name).mkdir(parents=True)
     digests, said = train_pair(tmp_path / "second", disk)
     assert digests == expected and len(digests) == 1
@@ -58,7 +64,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A small file system in memory."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True
+    )
     if done.returncode:
         pytest.skip(f"needs the right to mount a file system: {done.stderr.decode().strip()}")
     yield folder

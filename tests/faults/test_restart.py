@@ -24,18 +24,29 @@ def rank_of(pid: int) -> int | None:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    ranks = [int(value.removeprefix(b"RANK=")) for value in environment if value.startswith(b"RANK=")]
+    ranks = [
+        int(value.removeprefix(b"RANK=")) for value in environment if value.startswith(b"RANK=")
+    ]
     return ranks[0] if ranks else None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo", "hivemind"])
-def test_an_island_is_started_again_whose_rank_died_and_it_is_the_same_island(tmp_path, place, transport):
-    settings = ["outer.rounds=100000", "outer.inner_steps=4", f"outer.transport={transport}", f"name={tmp_path.name}"]
+def test_an_island_is_started_again_whose_rank_died_and_it_is_the_same_island(
+    tmp_path, place, transport
+):
+    settings = [
+        "outer.rounds=100000",
+        "outer.inner_steps=4",
+        f"outer.transport={transport}",
+        f"name={tmp_path.name}",
+    ]
     islands = [{"faults": ["slow:0x5"]}, {"ranks": 2, "faults": ["slow:1x5"]}]
     with swarm(tmp_path, *settings, islands=islands, address=place(transport)) as made:
         (tmp_path / "run.yaml").write_text(dump_config(made.config))
-        command = island_command(2, ["train", str(tmp_path / "run.yaml"), "island.index=1"], max_restarts=1)
+        command = island_command(
+            2, ["train", str(tmp_path / "run.yaml"), "island.index=1"], max_restarts=1
+        )
         log = tmp_path / "launched.txt"
         child = start("island-1", command, log)
         try:
@@ -73,11 +84,18 @@ def outlives(made: Swarm, served: Bootstrap) -> None:
 def test_a_run_outlives_its_bootstrap_and_an_island_joins_after_its_restart(tmp_path, transport):
     if transport == "hivemind":
         import hivemind  # noqa: F401 - the forked islands inherit it
-    settings = ["outer.rounds=100000", "outer.inner_steps=4", f"outer.transport={transport}", "outer.start_islands=2"]
+    settings = [
+        "outer.rounds=100000",
+        "outer.inner_steps=4",
+        f"outer.transport={transport}",
+        "outer.start_islands=2",
+    ]
     islands = [{"faults": [f"slow:{i}x5" for i in range(3)]}] * 3
     with ExitStack() as stack:
         served = stack.enter_context(bootstrap(transport, tmp_path))
-        made = stack.enter_context(swarm(tmp_path, *settings, islands=islands, address=served.address))
+        made = stack.enter_context(
+            swarm(tmp_path, *settings, islands=islands, address=served.address)
+        )
         outlives(made, served)
         served.restart()
         joiner = made.start(2)
@@ -92,16 +110,25 @@ def test_an_island_joins_through_another_when_the_bootstrap_is_dead(tmp_path):
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    settings = ["outer.rounds=100000", "outer.inner_steps=4", "outer.transport=hivemind", "outer.start_islands=2"]
+    settings = [
+        "outer.rounds=100000",
+        "outer.inner_steps=4",
+        "outer.transport=hivemind",
+        "outer.start_islands=2",
+    ]
     slow = {"faults": [f"slow:{i}x5" for i in range(3)]}
     with ExitStack() as stack:
         served = stack.enter_context(bootstrap("hivemind", tmp_path))
         islands = [slow | {"listen_port": port}, slow, slow]
-        made = stack.enter_context(swarm(tmp_path, *settings, islands=islands, address=served.address))
+        made = stack.enter_context(
+            swarm(tmp_path, *settings, islands=islands, address=served.address)
+        )
         outlives(made, served)
         peer = PeerID.from_identity((made.started[0].folder / "identity.key").read_bytes())
         through = slow | {"bootstrap": [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"]}
-        joiner = made.start(2, config=made.config.model_copy(update={"islands": (*islands[:2], through)}))
+        joiner = made.start(
+            2, config=made.config.model_copy(update={"islands": (*islands[:2], through)})
+        )
         more_rounds(joiner, 3, [*BOTH, "island-2"])
         assert min(joiner.committed()) > 2, "it has taken the run's state"
         assert_one_history(*made.started)

@@ -1,4 +1,6 @@
-"""Failures of checkpoints with the real commands: a run continues unchanged, or reports the cause."""
+"""Failures of checkpoints with the real commands: a run continues unchanged, or reports the
+cause.
+"""
 
 import shutil
 import signal
@@ -57,7 +59,11 @@ def stopped(place: SavingRun) -> Path:
     (run / "island-0").mkdir()
     (run / "island-0" / "stop-after-round").write_text("3")
     place.run(run.parent, "island.checkpoint.keep=3").well()
-    assert list_published(run / "island-0" / "checkpoints") == ["step-00000004", "step-00000006", "step-00000006-2"]
+    assert list_published(run / "island-0" / "checkpoints") == [
+        "step-00000004",
+        "step-00000006",
+        "step-00000006-2",
+    ]
     return run
 
 
@@ -126,7 +132,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 ) -> None:
     run = shutil.copytree(stopped, tmp_path / "test")
     damaged = [
-        run / "island-0" / "checkpoints" / name / "rank-0.tensors" for name in ("step-00000006-2", "step-00000006")
+        run / "island-0" / "checkpoints" / name / "rank-0.tensors"
+        for name in ("step-00000006-2", "step-00000006")
     ]
     for file in damaged:
         damage(file)
@@ -144,7 +151,10 @@ def test_when_all_are_damaged_it_says_so_and_begins_anew_when_told_to(
         flip(file)
     refused = place.run(tmp_path)
     assert refused.status == FINAL_STATUS and "Traceback" not in refused.text
-    assert "none of the 3 checkpoints is whole" in refused.text and "index.json: damaged" in refused.text
+    assert (
+        "none of the 3 checkpoints is whole" in refused.text
+        and "index.json: damaged" in refused.text
+    )
     place.run(tmp_path, "--resume", "never").well()
     assert not events(run / "island-0", "resumed")
     assert digests(run / "island-0") == whole
@@ -160,7 +170,9 @@ def test_a_full_disk_for_checkpoints_is_said_and_the_old_one_stays(
     island, folder = tmp_path / "test" / "island-0", disk / "test" / "island-0"
     problems = events(island, "not saved")
     assert len(problems) == ROUNDS - 1
-    assert all("the disk is full" in text and text.endswith("; training goes on") for text in problems)
+    assert all(
+        "the disk is full" in text and text.endswith("; training goes on") for text in problems
+    )
     assert digests(island) == whole and list_published(folder) == ["step-00000002"]
     remount(disk, "size=8m")
     place.run(tmp_path, f"island.checkpoint.folder={disk}").well()
@@ -199,7 +211,9 @@ def test_checkpoints_that_can_no_longer_be_written_are_said_and_the_old_ones_sta
 
 
 @pytest.mark.parametrize("what", ["run_dir", "checkpoint.folder"])
-def test_a_read_only_folder_is_refused_at_the_start(place: SavingRun, tmp_path: Path, disk: Path, what: str) -> None:
+def test_a_read_only_folder_is_refused_at_the_start(
+    place: SavingRun, tmp_path: Path, disk: Path, what: str
+) -> None:
     remount(disk, "ro")
     refused = place.run(tmp_path, f"island.{what}={disk}")
     assert refused.status in (1, FINAL_STATUS) and "Traceback" not in refused.text
@@ -209,10 +223,15 @@ def test_a_read_only_folder_is_refused_at_the_start(place: SavingRun, tmp_path: 
 # Two islands, one folder.
 
 
-def test_two_islands_of_a_config_with_one_name_are_refused_before_any_starts(place: SavingRun, tmp_path: Path) -> None:
+def test_two_islands_of_a_config_with_one_name_are_refused_before_any_starts(
+    place: SavingRun, tmp_path: Path
+) -> None:
     islands = "islands=[{name: a}, {name: a}]"
     refused = place.end(place.arguments("simulate", tmp_path, islands, "outer.transport=gloo"))
-    assert refused.status == FINAL_STATUS and "islands[1].name: 'a' is the name of islands[0], too" in refused.text
+    assert (
+        refused.status == FINAL_STATUS
+        and "islands[1].name: 'a' is the name of islands[0], too" in refused.text
+    )
     assert not (tmp_path / "test").exists()
 
 
@@ -228,8 +247,14 @@ def test_a_second_command_in_the_same_folder_is_refused_and_the_first_goes_on(
     refused = place.run(tmp_path if shared == "the run's folder" else tmp_path / "other", folder)
     process.signal(signal.SIGCONT)
     is_run = shared == "the run's folder"
-    expected = "a running island uses the folder" if is_run else "another process saves checkpoints here"
-    assert refused.status == FINAL_STATUS and expected in refused.text and "Traceback" not in refused.text
+    expected = (
+        "a running island uses the folder" if is_run else "another process saves checkpoints here"
+    )
+    assert (
+        refused.status == FINAL_STATUS
+        and expected in refused.text
+        and "Traceback" not in refused.text
+    )
     wait_for_end(process).well()
     assert digests(island) == whole
     assert "failed" not in (tmp_path / "test" / "LOGBOOK.md").read_text()

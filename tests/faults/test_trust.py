@@ -1,4 +1,6 @@
-"""Strangers and invalid messages of participants are rejected with a reason, and training goes on."""
+"""Strangers and invalid messages of participants are rejected with a reason, and training goes
+on.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,7 +18,9 @@ from outer.routes.dialer import dial
 from tests.faults.waits import GUARD_SECONDS, assert_one_history, more_rounds, reached, until
 from tests.swarm import Swarm, swarm
 
-transports = pytest.mark.parametrize("transport", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
+transports = pytest.mark.parametrize(
+    "transport", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)]
+)
 BOTH = ["island-0", "island-1"]
 
 
@@ -29,13 +33,22 @@ def key_file(folder: Path, name: str) -> str:
 
 @contextmanager
 def keyed(folder: Path, transport: str, address: str, stranger: dict) -> Iterator[Swarm]:
-    """Two islands with one key that have committed some rounds. The third island, a stranger, is not started yet."""
+    """Two islands with one key that have committed some rounds. The third island, a stranger, is
+    not started yet.
+    """
     ours = key_file(folder, "k")
     rendezvous = serve_rendezvous("127.0.0.1", 0, read_run_key(Path(ours)))
     islands = [{"run_key_file": ours}, {"run_key_file": ours}, {"connect_seconds": 5} | stranger]
-    settings = ["outer.rounds=5000", "outer.start_islands=2", f"outer.transport={transport}", f"name={folder.name}"]
+    settings = [
+        "outer.rounds=5000",
+        "outer.start_islands=2",
+        f"outer.transport={transport}",
+        f"name={folder.name}",
+    ]
     try:
-        with swarm(folder, *settings, islands=islands, address=address or rendezvous.address) as made:
+        with swarm(
+            folder, *settings, islands=islands, address=address or rendezvous.address
+        ) as made:
             for i in range(2):
                 made.start(i)
             for island in made.started:
@@ -48,7 +61,9 @@ def keyed(folder: Path, transport: str, address: str, stranger: dict) -> Iterato
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo", "hivemind"])
 @pytest.mark.parametrize("theirs", ["another", "none"])
-def test_an_island_without_the_runs_key_cannot_get_in_and_is_told_why(tmp_path, place, transport, theirs):
+def test_an_island_without_the_runs_key_cannot_get_in_and_is_told_why(
+    tmp_path, place, transport, theirs
+):
     stranger = {"run_key_file": key_file(tmp_path, "w")} if theirs == "another" else {}
     with keyed(tmp_path, transport, place(transport), stranger) as made:
         refused = made.start(2)
@@ -75,7 +90,9 @@ def test_strangers_that_speak_to_an_island_are_refused_and_counted(tmp_path):
 
 
 def control_addresses(made: Swarm) -> list[str]:
-    """Control addresses of the islands' leaders, as the rendezvous returns them to holders of the key."""
+    """Control addresses of the islands' leaders, as the rendezvous returns them to holders of the
+    key.
+    """
     from outer.membership.tcp import open_membership
 
     async def ask() -> list[str]:
@@ -102,7 +119,9 @@ async def speak(address: str, run: str, name: str, auth: PeerAuth) -> None:
 
 
 @transports
-def test_a_payload_of_nan_is_refused_and_its_sender_left_out_of_the_next_attempt(tmp_path, place, transport):
+def test_a_payload_of_nan_is_refused_and_its_sender_left_out_of_the_next_attempt(
+    tmp_path, place, transport
+):
     # Before three rounds have been measured nobody goes on without an island that is slow.
     islands = [{"faults": ["nan:1@round=2"]}] * 3
     settings = ["outer.rounds=5000", f"outer.transport={transport}", f"name={tmp_path.name}"]
@@ -113,11 +132,21 @@ def test_a_payload_of_nan_is_refused_and_its_sender_left_out_of_the_next_attempt
         for honest in (first, third):
             attempts = [record for record in honest.records("round") if record["round"] == 2]
             aborted, committed = attempts[0], attempts[-1]
-            assert not aborted["committed"] and aborted["participants"] == ["island-0", "island-1", "island-2"]
+            assert not aborted["committed"] and aborted["participants"] == [
+                "island-0",
+                "island-1",
+                "island-2",
+            ]
             assert committed["committed"] and committed["participants"] == ["island-0", "island-2"]
-        causes = [a["cause"] for i in (first, third) for a in i.records("round") if not a["committed"]]
+        causes = [
+            a["cause"] for i in (first, third) for a in i.records("round") if not a["committed"]
+        ]
         assert any("island-1" in cause and "nan" in cause for cause in causes), causes
-        assert any("island-1" in text and "nan" in text for i in (first, third) for text in i.events("refused"))
+        assert any(
+            "island-1" in text and "nan" in text
+            for i in (first, third)
+            for text in i.events("refused")
+        )
         more_rounds(first, 2, ["island-0", "island-1", "island-2"])
         assert_one_history(first, liar, third)
 
@@ -131,8 +160,17 @@ def test_two_runs_at_one_place_do_not_mix(tmp_path, place, transport):
     name = tmp_path.name
     try:
         with (
-            swarm(tmp_path / "a", *settings, f"name={name}-a", islands=[{}, {}], address=address) as one,
-            swarm(tmp_path / "b", *settings, f"name={name}-b", "seed=7", islands=[{}, {}], address=address) as two,
+            swarm(
+                tmp_path / "a", *settings, f"name={name}-a", islands=[{}, {}], address=address
+            ) as one,
+            swarm(
+                tmp_path / "b",
+                *settings,
+                f"name={name}-b",
+                "seed=7",
+                islands=[{}, {}],
+                address=address,
+            ) as two,
         ):
             for made in (one, two):
                 for island in made.start_all():
@@ -142,7 +180,10 @@ def test_two_runs_at_one_place_do_not_mix(tmp_path, place, transport):
             shared = one.started[0].committed().keys() & two.started[0].committed().keys()
             assert shared
             for number in shared:
-                assert one.started[0].committed()[number]["digest"] != two.started[0].committed()[number]["digest"]
+                assert (
+                    one.started[0].committed()[number]["digest"]
+                    != two.started[0].committed()[number]["digest"]
+                )
     finally:
         rendezvous.close()
 
@@ -164,8 +205,15 @@ def test_an_island_started_twice_is_refused_and_the_first_trains_on(tmp_path, pl
 
 
 @transports
-def test_an_island_with_another_config_is_told_which_keys_differ_and_the_run_goes_on(tmp_path, place, transport):
-    settings = ["outer.rounds=5000", f"outer.transport={transport}", f"name={tmp_path.name}", "outer.start_islands=1"]
+def test_an_island_with_another_config_is_told_which_keys_differ_and_the_run_goes_on(
+    tmp_path, place, transport
+):
+    settings = [
+        "outer.rounds=5000",
+        f"outer.transport={transport}",
+        f"name={tmp_path.name}",
+        "outer.start_islands=1",
+    ]
     with swarm(tmp_path, *settings, islands=[{}, {}], address=place(transport)) as made:
         first = made.start(0)
         reached(first, 2)

@@ -8,11 +8,15 @@ from tests.swarm import GUARD_SECONDS, Island
 
 
 def until(is_so: Callable[[], object], what: str, *islands: Island) -> None:
-    """Wait until `is_so()` is true. Fails the test with the islands' logs if that does not happen."""
+    """Wait until `is_so()` is true. Fails the test with the islands' logs if that does not
+    happen.
+    """
     deadline = time.monotonic() + GUARD_SECONDS
     while not is_so():
         if time.monotonic() > deadline:
-            logs = "\n".join(f"--- {island.folder.name}\n{island.log[-3000:]}" for island in islands)
+            logs = "\n".join(
+                f"--- {island.folder.name}\n{island.log[-3000:]}" for island in islands
+            )
             raise AssertionError(f"{what} did not happen:\n{logs}")
         time.sleep(0.02)
 
@@ -23,12 +27,16 @@ def last_round(island: Island) -> int:
 
 
 def reached(island: Island, round_number: int) -> None:
-    """Wait until the island has committed this round or a later one. On a loaded machine it may miss some."""
+    """Wait until the island has committed this round or a later one. On a loaded machine it may
+    miss some.
+    """
     until(lambda: last_round(island) >= round_number, f"round {round_number}", island)
 
 
 def more_rounds(island: Island, count: int, participants: list[str] | None = None) -> None:
-    """Wait until the island has committed `count` more rounds, all with exactly `participants` if given."""
+    """Wait until the island has committed `count` more rounds, all with exactly `participants` if
+    given.
+    """
     after = last_round(island)
 
     def has_come() -> bool:

@@ -1,12 +1,15 @@
-"""Lets a reader read files with something wrong in them, in a process of its own, and measures what it takes.
+"""Lets a reader read files with something wrong in them, in a process of its own, and measures what
+it takes.
 
     python -m tests.foreign.fuzz FOLDER COUNT [READER ...]
 
-Prints one line of JSON for each reader. Ends with an error that names the file that was read, which is left there.
+Prints one line of JSON for each reader. Ends with an error that names the file that was read, which
+is left there.
 
-Memory is the largest resident size while a file is read, which Linux keeps and lets a process reset, above the size
-before. A limit on addresses would count what allocators and maps only reserve; there is one all the same, of some GB,
-for the sake of the machine, and running into it is a failure, also where it was reported as a broken file.
+Memory is the largest resident size while a file is read, which Linux keeps and lets a process
+reset, above the size before. A limit on addresses would count what allocators and maps only
+reserve; there is one all the same, of some GB, for the sake of the machine, and running into it is
+a failure, also where it was reported as a broken file.
 """
 
 import json
@@ -59,11 +62,15 @@ def main(folder: Path, count: int, names: list[str]) -> None:
 
 
 def fuzz(name: str, reader: Reader, folder: Path, count: int) -> Findings:
-    """Read `count` files, each of which differs from a valid one. Raises AssertionError at the first that breaks it."""
+    """Read `count` files, each of which differs from a valid one. Raises AssertionError at the
+    first that breaks it.
+    """
     path, found = reader.prepare(folder), Findings(name)
     valid = path.read_bytes()
     reader.read(path)  # The valid file is read, and what a first call loads is there.
-    resource.setrlimit(resource.RLIMIT_AS, (read_status("VmSize") + ADDRESS_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (read_status("VmSize") + ADDRESS_BYTES, resource.RLIM_INFINITY)
+    )
     files = damaged(valid) | odd_json(valid) if reader.is_json else damaged(valid)
 
     @seed(SEED)
@@ -78,12 +85,19 @@ def fuzz(name: str, reader: Reader, folder: Path, count: int) -> Findings:
             reader.read(path)
         except reader.error as error:
             found.refused += 1
-            assert not any(isinstance(each, MemoryError) for each in _chain(error)), f"{path} filled the memory"
+            assert not any(isinstance(each, MemoryError) for each in _chain(error)), (
+                f"{path} filled the memory"
+            )
         except BaseException as error:
             raise AssertionError(f"{path} was answered by {type(error).__name__}") from error
         seconds, grown = time.process_time() - start, read_status("VmHWM") - before
-        found.most_seconds, found.most_bytes = max(found.most_seconds, seconds), max(found.most_bytes, grown)
-        assert seconds < MOST_SECONDS and grown < MOST_BYTES, f"{path} took {seconds:.1f} s and {grown} bytes"
+        found.most_seconds, found.most_bytes = (
+            max(found.most_seconds, seconds),
+            max(found.most_bytes, grown),
+        )
+        assert seconds < MOST_SECONDS and grown < MOST_BYTES, (
+            f"{path} took {seconds:.1f} s and {grown} bytes"
+        )
 
     read_one()
     return found

@@ -8,7 +8,23 @@ from hypothesis import strategies as st
 DEEP = "nested deeply"
 """Stands in a value for what json cannot write."""
 ODD: list[Any] = [
-    *(None, True, False, -1, 0, 1, 1 << 31, 1 << 63, 10**30, 10**400, 0.5, -0.0, 1e308, float("inf"), float("nan")),
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        1 << 31,
+        1 << 63,
+        10**30,
+        10**400,
+        0.5,
+        -0.0,
+        1e308,
+        float("inf"),
+        float("nan"),
+    ),
     *("", "a", "a" * 5000, "\ud800", "\x00", "../../etc/passwd", DEEP),
     *([], {}, [[]], [None], [0] * 300, {"a": 1}, {"": {}}),
 ]
@@ -35,7 +51,9 @@ def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
         start = draw(st.integers(0, len(raw)))
         stop = min(len(raw), start + draw(st.sampled_from([0, 1, 2, 4, 8, 64, 1 << 30])))
         between = draw(
-            st.sampled_from(BYTES) | st.integers(0, 255).map(lambda byte: bytes([byte])) | st.just(raw[start:stop] * 2)
+            st.sampled_from(BYTES)
+            | st.integers(0, 255).map(lambda byte: bytes([byte]))
+            | st.just(raw[start:stop] * 2)
         )
         raw = raw[:start] + between + raw[stop:]
     return raw

@@ -15,7 +15,15 @@ import pyarrow
 import pyarrow.parquet
 import torch
 import zstandard
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from diloco.config.from_swarm import parse_swarm_config
 from diloco.config.schema import Config, dump_config, parse_config
@@ -79,12 +87,16 @@ def _read_chat(path: Path) -> None:
 
 
 def _read_tokens(path: Path) -> None:
-    entry = {".idx": path.with_suffix(".bin"), ".index": path.with_suffix("")}.get(path.suffix, path)
+    entry = {".idx": path.with_suffix(".bin"), ".index": path.with_suffix("")}.get(
+        path.suffix, path
+    )
     for file in open_token_files([str(entry)], "uint16"):
         file.tokens[:100].sum()
 
 
-LINES = "".join(json.dumps({"text": text, "id": [1, {"a": None}]}) + "\n" for text in TEXTS).encode()
+LINES = "".join(
+    json.dumps({"text": text, "id": [1, {"a": None}]}) + "\n" for text in TEXTS
+).encode()
 CHAT_LINES = "".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(3)).encode()
 
 
@@ -98,7 +110,11 @@ def _parquet() -> bytes:
 def _tar(mode: Any, kind: int) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode=mode, format=kind) as archive:
-        for name, data in (("a.txt", b"text"), ("b" * 150 + ".txt", b"more"), ("c.json", b'{"text": "x"}')):
+        for name, data in (
+            ("a.txt", b"text"),
+            ("b" * 150 + ".txt", b"more"),
+            ("c.json", b'{"text": "x"}'),
+        ):
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
@@ -109,12 +125,16 @@ def _tokenizer() -> bytes:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("  ", " ")])
     split = pre_tokenizers.Split("[0-9]", "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     names = ["<unk>", "</s>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(vocab_size=40, special_tokens=names, show_progress=False)
     tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     tokenizer.enable_truncation(8)
     return tokenizer.to_str().encode()
 
@@ -180,7 +200,11 @@ def _index(folder: Path) -> Path:
         file.unlink()
     path.with_name("rank-0.tensors").write_bytes(bytes(24))
     chunk = {"file": "rank-0.tensors", "start": 0, "offsets": [0, 0], "sizes": [2, 3]}
-    path.write_text(json.dumps({"tensors": {"params/w": {"dtype": "float32", "shape": [2, 3], "chunks": [chunk]}}}))
+    path.write_text(
+        json.dumps(
+            {"tensors": {"params/w": {"dtype": "float32", "shape": [2, 3], "chunks": [chunk]}}}
+        )
+    )
     write_fitting_manifest(path.parent)
     return path
 
@@ -205,8 +229,13 @@ def _read_manifest(path: Path) -> None:
 def _read_index(path: Path) -> None:
     manifest = path.with_name(MANIFEST)
     values = json.loads(manifest.read_bytes().partition(b"\n")[2])
-    spec = {"size_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    _write_manifest(manifest, json.dumps({**values, "files": {**values["files"], path.name: spec}}).encode())
+    spec = {
+        "size_bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    _write_manifest(
+        manifest, json.dumps({**values, "files": {**values["files"], path.name: spec}}).encode()
+    )
     read_index(_find_checkpoint(path.parent.parent))
 
 
@@ -228,7 +257,9 @@ def _read_header(path: Path) -> None:
 
 def _state(folder: Path) -> Path:
     path = folder / "state.safetensors"
-    write_state({"version": 1, "facts": {"round": 3}, "tensors": {"a": torch.ones(4)}, "run": "x"}, path)
+    write_state(
+        {"version": 1, "facts": {"round": 3}, "tensors": {"a": torch.ones(4)}, "run": "x"}, path
+    )
     return path
 
 
@@ -237,9 +268,12 @@ def _token_file(write: Callable[..., Path], suffix: str) -> Callable[[Path], Pat
 
 
 TOKENIZER_CONFIG = (
-    b'{"eos_token": {"content": "</s>"}, "bos_token": null, "model_max_length": 1e30, "chat_template": "{{x}}"}'
+    b'{"eos_token": {"content": "</s>"}, "bos_token": null, "model_max_length": '
+    b'1e30, "chat_template": "{{x}}"}'
 )
-TEMPLATE = b"{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+TEMPLATE = (
+    b"{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+)
 CONFIG_TEXT = dump_config(Config()).encode()
 RUN_TEXT = dump_config(Config().run).encode()
 READERS = {
@@ -247,10 +281,14 @@ READERS = {
     "jsonl.gz": Reader(_write("a.jsonl.gz", gzip.compress(LINES)), _read_texts),
     "jsonl.zst": Reader(_write("a.jsonl.zst", zstandard.compress(LINES)), _read_texts),
     "json": Reader(
-        _write("a.json", json.dumps([{"text": text} for text in TEXTS]).encode()), _read_texts, is_json=True
+        _write("a.json", json.dumps([{"text": text} for text in TEXTS]).encode()),
+        _read_texts,
+        is_json=True,
     ),
     "conversations": Reader(_write("a.jsonl", CHAT_LINES), _read_chat),
-    "conversation": Reader(_write("a.json", json.dumps([{"messages": CHAT}]).encode()), _read_chat, is_json=True),
+    "conversation": Reader(
+        _write("a.json", json.dumps([{"messages": CHAT}]).encode()), _read_chat, is_json=True
+    ),
     "parquet": Reader(_write("a.parquet", _parquet()), _read_texts),
     "tar": Reader(_write("a.tar", _tar("w", tarfile.PAX_FORMAT)), _read_texts),
     "tar.gz": Reader(_write("a.tar.gz", _tar("w:gz", tarfile.GNU_FORMAT)), _read_texts),
@@ -260,20 +298,32 @@ READERS = {
     "datatrove": Reader(_token_file(others.write_datatrove, ".ds.index"), _read_tokens),
     "tokenizer.json": Reader(_write("tokenizer.json", _tokenizer()), _read_tokenizer, is_json=True),
     "tokenizer_config.json": Reader(
-        _beside_a_tokenizer("tokenizer_config.json", TOKENIZER_CONFIG), _export_tokenizer, is_json=True
+        _beside_a_tokenizer("tokenizer_config.json", TOKENIZER_CONFIG),
+        _export_tokenizer,
+        is_json=True,
     ),
-    "chat_template.jinja": Reader(_beside_a_tokenizer("chat_template.jinja", TEMPLATE), _export_tokenizer),
-    "config.json": Reader(_model(CONFIG), lambda path: read_model_config(path.parent), is_json=True),
+    "chat_template.jinja": Reader(
+        _beside_a_tokenizer("chat_template.jinja", TEMPLATE), _export_tokenizer
+    ),
+    "config.json": Reader(
+        _model(CONFIG), lambda path: read_model_config(path.parent), is_json=True
+    ),
     "safetensors": Reader(_model(WEIGHTS), _read_weights),
     "header of safetensors": Reader(_header, _read_header, is_json=True),
-    "index of safetensors": Reader(_model(WEIGHTS_INDEX), lambda path: weights_files(path.parent), is_json=True),
+    "index of safetensors": Reader(
+        _model(WEIGHTS_INDEX), lambda path: weights_files(path.parent), is_json=True
+    ),
     "manifest": Reader(_manifest, _read_manifest, is_json=True),
     "pickled index of a checkpoint": Reader(_checkpoint(FORMER_INDEX), _read_index),
     "index of a checkpoint": Reader(_index, _read_index, is_json=True),
     "state of an own loop": Reader(_state, read_state, error=ConfigError),
-    "config": Reader(_write("run.yaml", CONFIG_TEXT), lambda path: parse_config(_text(path)), error=ConfigError),
+    "config": Reader(
+        _write("run.yaml", CONFIG_TEXT), lambda path: parse_config(_text(path)), error=ConfigError
+    ),
     "config of a swarm": Reader(
-        _write("run.yaml", RUN_TEXT), lambda path: parse_swarm_config(_text(path)), error=ConfigError
+        _write("run.yaml", RUN_TEXT),
+        lambda path: parse_swarm_config(_text(path)),
+        error=ConfigError,
     ),
 }
 

@@ -1,4 +1,6 @@
-"""What is no file, and what is larger or deeper than a file of its kind is, is refused by name before it is read."""
+"""What is no file, and what is larger or deeper than a file of its kind is, is refused by name
+before it is read.
+"""
 
 import gzip
 import io
@@ -41,7 +43,9 @@ def texts(path: Path, name: str = "text") -> list[str]:
 
 
 def gzip_of(start: bytes, num_bytes: int) -> bytes:
-    """A small file that is `start` and so many bytes "a" when it is decompressed: members that repeat."""
+    """A small file that is `start` and so many bytes "a" when it is decompressed: members that
+    repeat.
+    """
     mib = gzip.compress(b"a" * (1 << 20), 1)
     return gzip.compress(start) + mib * (num_bytes >> 20)
 
@@ -51,7 +55,9 @@ def zstd_of(start: bytes, num_bytes: int) -> bytes:
     return zstandard.compress(start) + mib * (num_bytes >> 20)
 
 
-@pytest.mark.parametrize("error", [RecursionError, TypeError, MemoryError, OSError, AssertionError, KeyError])
+@pytest.mark.parametrize(
+    "error", [RecursionError, TypeError, MemoryError, OSError, AssertionError, KeyError]
+)
 def test_whatever_breaks_at_a_foreign_file_names_it(error: type[Exception]) -> None:
     with (
         pytest.raises(InputError, match=rf"a\.x: cannot be read: {error.__name__}.*remove it"),
@@ -73,8 +79,10 @@ def test_an_interrupt_passes(error: type[BaseException]) -> None:
 
 
 PIPES = [
-    "config.json", "header of safetensors", "safetensors", "index of safetensors", "manifest", "index of a checkpoint",
-    "state of an own loop", "tokenizer.json", "jsonl", "jsonl.gz", "tar", "parquet", "npy", "megatron", "datatrove",
+    "config.json", "header of safetensors", "safetensors", "index of safetensors", "manifest",
+    "index of a checkpoint",
+    "state of an own loop", "tokenizer.json", "jsonl", "jsonl.gz", "tar", "parquet", "npy",
+    "megatron", "datatrove",
 ]  # fmt: skip
 
 
@@ -109,11 +117,15 @@ def test_a_fifo_in_a_mirror_is_refused_at_once(tmp_path: Path, place: str) -> No
     path = READERS["index of a checkpoint"].prepare(tmp_path / "there").with_name(place)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(InputError, match=f"{place} is a other, and a copy has files only|has 0 bytes"):
+    with pytest.raises(
+        InputError, match=f"{place} is a other, and a copy has files only|has 0 bytes"
+    ):
         Mirror(str(path.parent.parent), keep=1).pull(tmp_path / "here")
 
 
-def test_a_fifo_named_as_text_is_refused_by_name_and_passed_over_in_a_folder(tmp_path: Path) -> None:
+def test_a_fifo_named_as_text_is_refused_by_name_and_passed_over_in_a_folder(
+    tmp_path: Path,
+) -> None:
     os.mkfifo(tmp_path / "a.txt")
     (tmp_path / "b.txt").write_text("b")
     with pytest.raises(InputError, match=r"a.txt' is a FIFO, a device or a socket"):
@@ -121,12 +133,16 @@ def test_a_fifo_named_as_text_is_refused_by_name_and_passed_over_in_a_folder(tmp
     assert texts(tmp_path) == ["b"]
 
 
-def test_a_manifest_with_wrong_items_by_the_thousand_is_refused_at_the_first(tmp_path: Path) -> None:
+def test_a_manifest_with_wrong_items_by_the_thousand_is_refused_at_the_first(
+    tmp_path: Path,
+) -> None:
     reader = READERS["manifest"]
     path = reader.prepare(tmp_path)
     values = json.loads(path.read_bytes())
     for key, reason in (("optimizers", "text expected"), ("files", "at most 65536")):
-        path.write_text(json.dumps({**values, key: {f"rank-{number}.tensors": 1 for number in range(70_000)}}))
+        path.write_text(
+            json.dumps({**values, key: {f"rank-{number}.tensors": 1 for number in range(70_000)}})
+        )
         reset_peak()
         before = read_status("VmRSS")
         with pytest.raises(InputError, match=f"manifest.json: not a manifest: {key}: .*{reason}"):
@@ -140,16 +156,23 @@ def test_a_file_of_text_that_is_longer_than_a_document_is_not_read(tmp_path: Pat
     os.truncate(path, 20 * GIB)
     reset_peak()
     before = read_status("VmRSS")
-    with pytest.raises(InputError, match=rf"sparse.txt: is one document and has more than {MAX_DOCUMENT_BYTES} bytes"):
+    with pytest.raises(
+        InputError,
+        match=rf"sparse.txt: is one document and has more than {MAX_DOCUMENT_BYTES} bytes",
+    ):
         texts(path)
     assert read_status("VmHWM") - before < 50_000_000
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip_of), (".zst", zstd_of)])
 def test_a_line_has_the_limit_of_a_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, compress: Callable[[bytes, int], bytes]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    suffix: str,
+    compress: Callable[[bytes, int], bytes],
 ) -> None:
-    # The limit itself takes a gigabyte; what is tried is that it holds, and that what is below it is read.
+    # The limit itself takes a gigabyte; what is tried is that it holds, and that what is below it
+    # is read.
     monkeypatch.setattr("inner.data.sources.json_rows.MAX_DOCUMENT_BYTES", 8 << 20)
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(compress(b'{"text": "a"}\n' + JSON_START, 9 << 20))
@@ -167,7 +190,9 @@ def test_a_header_of_a_tar_has_a_limit(tmp_path: Path, kind: bytes) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(member.tobuf(tarfile.GNU_FORMAT))
     os.truncate(path, 3 * GIB + 2048)
-    with pytest.raises(InputError, match=rf"(?s)a.tar: cannot be read as tar .*a header has {3 * GIB} bytes"):
+    with pytest.raises(
+        InputError, match=rf"(?s)a.tar: cannot be read as tar .*a header has {3 * GIB} bytes"
+    ):
         texts(path)
 
 
@@ -193,12 +218,16 @@ def test_a_parquet_file_that_repeats_a_long_value_is_read_in_few_rows(
     monkeypatch.setattr("inner.data.sources.files.MAX_DOCUMENT_BYTES", 4 << 20)
     path, value, count = tmp_path / "a.parquet", "a" * (1 << 20), 100
     if encoding == "dictionary":
-        column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count), pyarrow.array([value]))
+        column = pyarrow.DictionaryArray.from_arrays(
+            pyarrow.array([0] * count), pyarrow.array([value])
+        )
         options = {"dictionary_pagesize_limit": GIB}
     else:
         column = pyarrow.array([value] * count, pyarrow.large_string())
         options = {"use_dictionary": False, "column_encoding": {"text": encoding}}
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd", **options)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": column}), path, compression="zstd", **options
+    )
     del column
     assert path.stat().st_size < 100_000
     reset_peak()
@@ -218,10 +247,14 @@ def test_a_parquet_file_without_rows_in_a_group_is_read(tmp_path: Path) -> None:
 
 
 def test_arrays_with_no_possible_shape_are_refused(tmp_path: Path) -> None:
-    for number, shape in enumerate([f"({10**30},)", "(" * 9000, "(-1,)", f"({1 << 62},)", "('a',)"]):
+    for number, shape in enumerate(
+        [f"({10**30},)", "(" * 9000, "(-1,)", f"({1 << 62},)", "('a',)"]
+    ):
         path = tmp_path / f"{number}.npy"
         header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}".encode()
-        path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(100))
+        path.write_bytes(
+            b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(100)
+        )
         with pytest.raises(InputError, match=f"{number}.npy"):
             open_token_files([str(path)], "uint16")
 
@@ -261,8 +294,12 @@ def test_a_swarms_config_that_is_deep_or_long_is_refused(text: str, reason: str)
 
 
 def test_aliases_count_as_what_they_stand_for() -> None:
-    laughs = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60))
-    merges = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 60))
+    laughs = "a0: &a0 [x, x]\n" + "".join(
+        f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60)
+    )
+    merges = "a0: &a0 {x: 1}\n" + "".join(
+        f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 60)
+    )
     for text in (laughs, merges, "a: &a [*a]"):
         with pytest.raises(ConfigError, match="including the values that its aliases repeat"):
             parse_config(text)

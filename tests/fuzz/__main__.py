@@ -2,9 +2,9 @@
 
     python -m tests.fuzz [GROUP ...] [--executions N] [--folder FOLDER] [--keep]
 
-FOLDER (runs/fuzz) gets a folder for each group: corpus/, findings/ and progress.json. With --keep the inputs that are
-needed for the coverage of each group are put into tests/fuzz/corpus/, and the counts into executions.json there.
-It runs in an environment with atheris, which scripts/fuzz makes.
+FOLDER (runs/fuzz) gets a folder for each group: corpus/, findings/ and progress.json. With --keep
+the inputs that are needed for the coverage of each group are put into tests/fuzz/corpus/, and the
+counts into executions.json there. It runs in an environment with atheris, which scripts/fuzz makes.
 """
 
 import argparse
@@ -51,12 +51,18 @@ def main(arguments: list[str]) -> None:
     """Fuzz the groups that are named, or all."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("groups", nargs="*", default=list(GROUPS), choices=[*GROUPS, []])
-    parser.add_argument("--executions", type=int, default=TARGET, help="of each group, with those of earlier calls")
+    parser.add_argument(
+        "--executions", type=int, default=TARGET, help="of each group, with those of earlier calls"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "fuzz")
-    parser.add_argument("--keep", action="store_true", help="keep the inputs that are needed, and the counts")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the inputs that are needed, and the counts"
+    )
     given = parser.parse_args(arguments)
     groups = [Group(name, given.folder.absolute() / name) for name in given.groups]
-    while unfinished := [group for group in groups if group.left(given.executions) > 0 and not group.has_crashed]:
+    while unfinished := [
+        group for group in groups if group.left(given.executions) > 0 and not group.has_crashed
+    ]:
         for group in unfinished:
             group.fuzz(min(group.left(given.executions), CHUNK))
     for group in groups if given.keep else ():
@@ -68,16 +74,33 @@ class Group:
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name, self._folder = name, folder
-        self._corpus, self._findings, self._path = folder / "corpus", folder / "findings", folder / "progress.json"
+        self._corpus, self._findings, self._path = (
+            folder / "corpus",
+            folder / "findings",
+            folder / "progress.json",
+        )
         for each in (self._corpus, self._findings):
             each.mkdir(parents=True, exist_ok=True)
         self._launcher = folder / "launch"
-        command = [sys.executable, "-m", "tests.fuzz.drive", name, str(self._findings), str(self._launcher)]
-        self._launcher.write_text(f'#!/bin/sh\ncd {shlex.quote(str(ROOT))} && exec {shlex.join(command)} "$@"\n')
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fuzz.drive",
+            name,
+            str(self._findings),
+            str(self._launcher),
+        ]
+        self._launcher.write_text(
+            f'#!/bin/sh\ncd {shlex.quote(str(ROOT))} && exec {shlex.join(command)} "$@"\n'
+        )
         self._launcher.chmod(0o755)
         self.has_crashed = False
-        """Whether an input has ended the process, or hung: it is among the findings, and nothing more is tried here."""
-        self.progress = Progress(**json.loads(self._path.read_text())) if self._path.exists() else Progress()
+        """Whether an input has ended the process, or hung: it is among the findings, and nothing
+        more is tried here.
+        """
+        self.progress = (
+            Progress(**json.loads(self._path.read_text())) if self._path.exists() else Progress()
+        )
 
     def left(self, executions: int) -> int:
         """How many of the group's executions are left, if most groups have so many."""
@@ -111,18 +134,32 @@ class Group:
             progress.by_entry[entry] = progress.by_entry.get(entry, 0) + count
 
     def _launch(self, *arguments: str) -> str | None:
-        """Run libFuzzer. Returns what it has written, which is also in the folder, or None if an input has ended it."""
+        """Run libFuzzer. Returns what it has written, which is also in the folder, or None if an
+        input has ended it.
+        """
         artifacts = f"-artifact_prefix={self._findings}/"
-        options = ["-print_final_stats=1", "-rss_limit_mb=8192", f"-timeout={HANG_SECONDS}", artifacts]
+        options = [
+            "-print_final_stats=1",
+            "-rss_limit_mb=8192",
+            f"-timeout={HANG_SECONDS}",
+            artifacts,
+        ]
         log = self._folder / "log"
         with log.open("w") as file:
             command = [str(self._launcher), *options, *arguments]
             code = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, cwd=self._folder, start_new_session=True
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                start_new_session=True,
             ).returncode
         text = log.read_text(errors="replace")
         if code:
-            print(f"{self._name}: libFuzzer ended with {code}; {log} ends with\n{text[-2000:]}", flush=True)
+            print(
+                f"{self._name}: libFuzzer ended with {code}; {log} ends with\n{text[-2000:]}",
+                flush=True,
+            )
         return None if code else text
 
     def keep(self) -> None:
@@ -131,11 +168,15 @@ class Group:
         merged = self._folder / "merged"
         shutil.rmtree(merged, ignore_errors=True)
         merged.mkdir()
-        assert self._launch("-merge=1", str(merged), str(self._corpus)) is not None, "all of them have been judged"
+        assert self._launch("-merge=1", str(merged), str(self._corpus)) is not None, (
+            "all of them have been judged"
+        )
         num_kept = write_kept(self._name, [path.read_bytes() for path in merged.iterdir()])
         found = json.loads(EXECUTIONS.read_text()) if EXECUTIONS.exists() else {}
         counts = asdict(self.progress) | {"kept": num_kept}
-        EXECUTIONS.write_text(json.dumps(found | {self._name: counts}, indent=1, sort_keys=True) + "\n")
+        EXECUTIONS.write_text(
+            json.dumps(found | {self._name: counts}, indent=1, sort_keys=True) + "\n"
+        )
 
 
 if __name__ == "__main__":

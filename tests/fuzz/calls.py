@@ -53,7 +53,14 @@ class Switchboard:
         self.handlers[kind] = handler
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
+        self,
+        address: str,
+        kind: str,
+        body: bytes,
+        *,
+        timeout_seconds: float,
+        lane: Lane = "control",
+        longest: int = 0,
     ) -> bytes:
         raise PeerLost(address, "it cannot be reached")
 
@@ -66,10 +73,17 @@ class Switchboard:
 
 def calls_entry() -> Entry:
     """An input is a list of calls: [kind, fields]."""
-    seeds = [json.dumps([[kind, message and message.model_dump(mode="json")]]).encode() for kind, message in _calls()]
-    together = [[kind, message and message.model_dump(mode="json")] for kind, message in list(_calls())[::2]]
+    seeds = [
+        json.dumps([[kind, message and message.model_dump(mode="json")]]).encode()
+        for kind, message in _calls()
+    ]
+    together = [
+        [kind, message and message.model_dump(mode="json")] for kind, message in list(_calls())[::2]
+    ]
     seeds.append(json.dumps(together[:MOST_CALLS]).encode())
-    return Entry(_make_calls, seeds, (TransportError, InputError), is_json=True, most_seconds=SECONDS)
+    return Entry(
+        _make_calls, seeds, (TransportError, InputError), is_json=True, most_seconds=SECONDS
+    )
 
 
 def _calls() -> Iterator[tuple[str, Message | None]]:
@@ -138,7 +152,9 @@ async def _build() -> dict[str, Handler]:
     names.adopt({name: key_of(name).public for name in "abc"})
     state = GlobalState(values(0), OuterOptimizerConfig())
     donor = Donor(state, board)
-    payloads = {part: torch.zeros(2 * SPACE.parts[part].num_elements, dtype=torch.uint8) for part in PARTS}
+    payloads = {
+        part: torch.zeros(2 * SPACE.parts[part].num_elements, dtype=torch.uint8) for part in PARTS
+    }
     state.commit(values(1), Position(round=1, tokens=10), payloads)
     donor.describe("0" * 32, [0] * len(PARTS), SPACE.fingerprint, ["0" * 8])
     await GossipServer(board, [0] * len(PARTS)).publish(PublishedShare(1, frozenset("a"), payloads))

@@ -1,4 +1,6 @@
-"""What counts by its signature: certificates, votes, claims to be ahead, payloads and statements of audits, seals."""
+"""What counts by its signature: certificates, votes, claims to be ahead, payloads and statements of
+audits, seals.
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +15,13 @@ from outer.agreement.proofs.certificate import Certificate, Proof, Statement
 from outer.agreement.proofs.claims import Claims
 from outer.agreement.proofs.signer import IslandSigner
 from outer.agreement.proofs.witnesses import Witnesses
-from outer.audits.commitments import Commitments, SignedDigest, build_statement, digest_of, sign_payload
+from outer.audits.commitments import (
+    Commitments,
+    SignedDigest,
+    build_statement,
+    digest_of,
+    sign_payload,
+)
 from outer.codecs import build_codec
 from outer.codecs.choice import build_uniform_choice
 from outer.config import MergeConfig
@@ -53,8 +61,14 @@ def build_certificates() -> Entries:
     """An entry for each thing that is signed."""
     payload = bytes(range(64))
     sealed = payload + sign_payload(key_of("a"), PLAN, PART, _tensor(payload))
-    proofs = [Proof(certificate=_certificate("b", "c")), Proof(certificate=_certificate("b", "x")), Proof()]
-    introduced = Proof(certificate=_certificate("b", "y"), introductions=[_certificate("a", "b", "x")])
+    proofs = [
+        Proof(certificate=_certificate("b", "c")),
+        Proof(certificate=_certificate("b", "x")),
+        Proof(),
+    ]
+    introduced = Proof(
+        certificate=_certificate("b", "y"), introductions=[_certificate("a", "b", "x")]
+    )
     return {
         "certificate": Entry(_check_certificate, list(_statements()), is_json=True),
         "proof": Entry(
@@ -67,14 +81,24 @@ def build_certificates() -> Entries:
         "payload": Entry(partial(_open_payload, False), [sealed, sealed[:70]]),
         "payload that is signed": Entry(partial(_open_payload, True), [payload, b""]),
         "audit": Entry(_audit, list(_audits()), (MessageError, PeerLost), is_json=True),
-        "seal": Entry(_unseal, [b"\x01" + seal(RUN_KEY, "x", payload), b"\x00" + payload, b"\x02" + payload]),
-        "sealed transport": Entry(_receive_sealed, [b"\x00" + payload + bytes(MAC_BYTES), b"\x01" + payload]),
-        "public key": Entry(_use_public_key, [bytes.fromhex(key_of("b").public), b"\x01" + bytes(31)], (ValueError,)),
+        "seal": Entry(
+            _unseal, [b"\x01" + seal(RUN_KEY, "x", payload), b"\x00" + payload, b"\x02" + payload]
+        ),
+        "sealed transport": Entry(
+            _receive_sealed, [b"\x00" + payload + bytes(MAC_BYTES), b"\x01" + payload]
+        ),
+        "public key": Entry(
+            _use_public_key, [bytes.fromhex(key_of("b").public), b"\x01" + bytes(31)], (ValueError,)
+        ),
     }
 
 
 def _tensor(raw: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        if raw
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def _statements() -> Iterator[bytes]:
@@ -87,7 +111,9 @@ def _statements() -> Iterator[bytes]:
             "tokens": 500,
             "digest": "cc" * 8,
         }
-        statement = Statement(**fields, islands=list(names), keys=[key_of(name).public for name in names])  # type: ignore[arg-type]
+        statement = Statement(
+            **fields, islands=list(names), keys=[key_of(name).public for name in names]
+        )  # type: ignore[arg-type]
         yield statement.model_dump_json().encode()
 
 
@@ -98,7 +124,9 @@ def _check_certificate(body: bytes) -> None:
     signatures = []
     for key in statement.keys:
         own = KEYS.get(key)
-        signatures.append(IslandSigner(own, NAMES, "run").sign(statement.text) if own else NO_SIGNATURE)
+        signatures.append(
+            IslandSigner(own, NAMES, "run").sign(statement.text) if own else NO_SIGNATURE
+        )
     certificate = Certificate(statement=statement, signatures=signatures)
     certificate.check(signer.verify, {key_of("c").public})
     assert set(statement.keys) <= KEYS.keys(), "a certificate counts that somebody has not signed"
@@ -119,7 +147,9 @@ def _check_proof(body: bytes) -> None:
     sign_certificates(values, honest="a c")
     proof = parse(Proof, json.dumps(values)) if values is not None else parse(Proof, body)
     claims = Claims(Witnesses(FakeSigner("a")))
-    committed = certify(Status(round=1, tokens=20, digest="11" * 8), {name: FakeSigner(name) for name in "abc"})
+    committed = certify(
+        Status(round=1, tokens=20, digest="11" * 8), {name: FakeSigner(name) for name in "abc"}
+    )
     claims.add(committed)
     claims.hold(committed.claim)
     claims.check(AHEAD.claim, proof, needed=2)  # One island alone proves nothing where two commit.
@@ -131,14 +161,18 @@ def _open_payload(is_signed: bool, body: bytes) -> None:
         payload = _tensor(body + sign_payload(key_of("a"), PLAN, PART, payload))
     opened = Commitments(key_of("b"), NAMES).open(PLAN, PART, "a", payload)
     assert opened.payload.numel() == payload.numel() - SIGNATURE_BYTES
-    assert verify(key_of("a").public, "a payload of a round", _signed_text(opened.payload), opened.signature)
+    assert verify(
+        key_of("a").public, "a payload of a round", _signed_text(opened.payload), opened.signature
+    )
 
 
 def _signed_text(payload: torch.Tensor) -> bytes:
     return bytes.fromhex(PLAN.id) + PART.to_bytes(8) + bytes.fromhex(digest_of(payload))
 
 
-PAYLOADS = Payloads(build_uniform_choice(build_codec("fp32")), Space([Spec("w", (ELEMENTS,))], ELEMENTS))
+PAYLOADS = Payloads(
+    build_uniform_choice(build_codec("fp32")), Space([Spec("w", (ELEMENTS,))], ELEMENTS)
+)
 
 
 def _mean_of(shown: list[torch.Tensor]) -> torch.Tensor:
@@ -158,12 +192,16 @@ def _audits() -> Iterator[bytes]:
 
 def _audit_body(shown: list[torch.Tensor], mean: torch.Tensor) -> bytes:
     signed = [
-        SignedDigest(digest=digest_of(each), signature=sign_payload(key_of(name), PLAN, PART, each).hex())
+        SignedDigest(
+            digest=digest_of(each), signature=sign_payload(key_of(name), PLAN, PART, each).hex()
+        )
         for name, each in zip("abc", shown, strict=True)
     ]
     statement = build_statement(key_of("b"), PLAN, PART, mean, signed).model_dump()
     texts = [each.numpy().tobytes().hex() for each in shown]
-    return json.dumps({"statement": statement, "shown": texts, "mean": mean.numpy().tobytes().hex()}).encode()
+    return json.dumps(
+        {"statement": statement, "shown": texts, "mean": mean.numpy().tobytes().hex()}
+    ).encode()
 
 
 class _Reducer:
@@ -183,7 +221,9 @@ class _Reducer:
 
 
 def _audit(body: bytes) -> None:
-    """The reducer says what is in the input, with its own signature, about the payloads that it shows."""
+    """The reducer says what is in the input, with its own signature, about the payloads that it
+    shows.
+    """
     try:
         values = json.loads(body)
         statement, shown = values["statement"], [bytes.fromhex(text) for text in values["shown"]]
@@ -196,9 +236,13 @@ def _audit(body: bytes) -> None:
         said = build_statement(key_of("b"), PLAN, made.part, _tensor(mean), made.payloads).encode()
     messenger: Any = _Reducer(said, shown)
     commitments = Commitments(key_of("a"), NAMES)
-    auditor = Auditor(1.0, Endpoint("a", 0), commitments, PAYLOADS, MergeConfig(), messenger, Deadlines(1.0))
+    auditor = Auditor(
+        1.0, Endpoint("a", 0), commitments, PAYLOADS, MergeConfig(), messenger, Deadlines(1.0)
+    )
     LOOP.run_until_complete(_Case(auditor, PLAN, PART, "b", _tensor(mean)).judge())
-    assert _mean_of([_tensor(each) for each in shown[:3]]).numpy().tobytes() == mean, "a wrong mean passes its audit"
+    assert _mean_of([_tensor(each) for each in shown[:3]]).numpy().tobytes() == mean, (
+        "a wrong mean passes its audit"
+    )
 
 
 _UNSIGNED = build_statement(key_of("b"), PLAN, PART, torch.empty(0).byte(), [])
@@ -234,11 +278,16 @@ class _Inner:
 
 
 def _receive_sealed(body: bytes) -> None:
-    """A payload of b with the MAC that stands behind it (0), or with the one that b has made (1)."""
+    """A payload of b with the MAC that stands behind it (0), or with the one that b has made
+    (1).
+    """
     inner: Any = _Inner()
     is_sent, payload = body[:1] == b"\x01", body[1:]
     ends = [Endpoint(name, 0) for name in "ab"]
-    a, b = (SealedTransport(inner, PeerAuth(RUN_KEY, island=key_of(e.island), names=NAMES), "run", e) for e in ends)
+    a, b = (
+        SealedTransport(inner, PeerAuth(RUN_KEY, island=key_of(e.island), names=NAMES), "run", e)
+        for e in ends
+    )
     if is_sent:
         finish(b.send(ends[0], TAG, _tensor(payload)))
     else:

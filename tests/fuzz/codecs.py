@@ -1,4 +1,6 @@
-"""Every codec that build_codec knows, with each setting that changes its payloads, and what is around a codec."""
+"""Every codec that build_codec knows, with each setting that changes its payloads, and what is
+around a codec.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +21,9 @@ from tests.fuzz.entries import Entries, Entry
 from tests.outer.donors import Spec
 
 SIZES = (0, 1, 2, 127, 128, 129, 300, 1025)
-"""Elements of a part. The first byte of an input says which, and whether the payload keeps its own length."""
+"""Elements of a part. The first byte of an input says which, and whether the payload keeps its own
+length.
+"""
 OWN_LENGTH = 0x80
 ENCODED_EVERY = 16
 """Of so many inputs the values of one are encoded again, which takes longer than decoding them."""
@@ -54,7 +58,9 @@ def codecs() -> Iterator[tuple[str, Codec]]:
     for name in _BUILDERS:
         for bits in _choices("value_bits") if name == "topk" else [2]:
             for rounding in _choices("rounding") if name == "int4" else ["nearest"]:
-                coding = CodingConfig.model_validate({"value_bits": bits, "rounding": rounding, **SMALL_CHUNKS})
+                coding = CodingConfig.model_validate(
+                    {"value_bits": bits, "rounding": rounding, **SMALL_CHUNKS}
+                )
                 yield f"{name} {bits} {rounding}", build_codec(name, coding)
     yield "own code", OwnCodec(CarelessCodec(), "CarelessCodec")
 
@@ -94,7 +100,11 @@ def _decode(codec: Codec, body: bytes) -> None:
 def _payload(raw: bytes, num_bytes: int, *, has_own_length: bool) -> torch.Tensor:
     """The payload in an input. Most are brought to the right size: others are refused at once."""
     fitted = raw if has_own_length else raw[:num_bytes].ljust(num_bytes, b"\x3f")
-    return torch.frombuffer(bytearray(fitted), dtype=torch.uint8) if fitted else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(fitted), dtype=torch.uint8)
+        if fitted
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def _raw(payload: torch.Tensor) -> bytes:

@@ -1,4 +1,6 @@
-"""The inputs of each group that are kept: those that together reach all that any input has reached."""
+"""The inputs of each group that are kept: those that together reach all that any input has
+reached.
+"""
 
 import hashlib
 import io

@@ -1,4 +1,5 @@
-"""Finds the functions in our code that turn bytes or text into values, and those that the seeds of all groups reach.
+"""Finds the functions in our code that turn bytes or text into values, and those that the seeds of
+all groups reach.
 
 python -m tests.fuzz.decoders     prints the latter, one a line: module:function
 """
@@ -12,16 +13,22 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("outer", "diloco/status", "diloco/watch/collection", "diloco/checkpoints", "diloco/config/from_swarm.py",
+PLACES = ("outer", "diloco/status", "diloco/watch/collection", "diloco/checkpoints",
+"diloco/config/from_swarm.py",
           "inner/checkpoint", "inner/foreign/text.py")  # fmt: skip
 """What hears or reads others: islands, donors, watchers, operators, and who writes to a mirror."""
 PARSERS = {
-    "validate_json", "model_validate", "model_validate_json", "validate_python", "parse_json", "parse_yaml",
-    "parse_record", "parse_pickle", "genops", "loads", "frombuffer", "from_bytes", "fromhex", "unpack", "unpack_mean",
-    "unseal", "strip_seal", "decompress", "decompressobj", "from_base58", "Multiaddr", "parse_header", "unpack_call",
+    "validate_json", "model_validate", "model_validate_json", "validate_python", "parse_json",
+    "parse_yaml",
+    "parse_record", "parse_pickle", "genops", "loads", "frombuffer", "from_bytes", "fromhex",
+    "unpack", "unpack_mean",
+    "unseal", "strip_seal", "decompress", "decompressobj", "from_base58", "Multiaddr",
+    "parse_header", "unpack_call",
     "text_of",
 }  # fmt: skip
-"""Functions and methods whose callers decode. Those of messages are not here: every kind of message is fuzzed."""
+"""Functions and methods whose callers decode. Those of messages are not here: every kind of message
+is fuzzed.
+"""
 LOADERS = {"torch.load", "yaml.load"}
 
 
@@ -32,7 +39,10 @@ def find_decoders() -> Iterator[str]:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             module = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
             for name, node in _functions(ast.parse(file.read_text())):
-                if any(_name_of(each) in PARSERS or ast.unparse(each.func) in LOADERS for each in _own_calls(node)):
+                if any(
+                    _name_of(each) in PARSERS or ast.unparse(each.func) in LOADERS
+                    for each in _own_calls(node)
+                ):
                     yield f"{module}:{name}"
 
 

@@ -1,9 +1,11 @@
-"""Fuzzes one group in this process, which libFuzzer ends when it has made as many inputs as it was told.
+"""Fuzzes one group in this process, which libFuzzer ends when it has made as many inputs as it was
+told.
 
     python -m tests.fuzz.drive GROUP FINDINGS LAUNCHER [libFuzzer's own arguments]
 
-An input that breaks a promise is kept in the folder FINDINGS, under a name for the place where it breaks it, and the
-fuzzing goes on. LAUNCHER is a program that does the same as this one: libFuzzer starts it where it needs a process.
+An input that breaks a promise is kept in the folder FINDINGS, under a name for the place where it
+breaks it, and the fuzzing goes on. LAUNCHER is a program that does the same as this one: libFuzzer
+starts it where it needs a process.
 """
 
 import gc
@@ -22,7 +24,9 @@ from typing import Any
 MOST_KEPT = 3
 """Inputs that are kept of one finding."""
 COUNTS, COUNTED_EVERY = "counts.json", 1000
-"""The file beside FINDINGS that says how many inputs each decoder has had, and after how many it is written anew."""
+"""The file beside FINDINGS that says how many inputs each decoder has had, and after how many it is
+written anew.
+"""
 
 
 atheris: Any = importlib.import_module("atheris")
@@ -31,7 +35,9 @@ atheris: Any = importlib.import_module("atheris")
 def main(group: str, findings: Path, arguments: list[str]) -> None:
     """Fuzz the group."""
     yield_to_others()
-    with atheris.instrument_imports(include=["outer", "diloco", "inner", "yaml"], enable_loader_override=False):
+    with atheris.instrument_imports(
+        include=["outer", "diloco", "inner", "yaml"], enable_loader_override=False
+    ):
         from tests.fuzz.groups import GROUPS
 
         entries = GROUPS[group]()
@@ -42,7 +48,9 @@ def main(group: str, findings: Path, arguments: list[str]) -> None:
 
     logging.disable()
     landmarks = Landmarks(atheris.instrument_func)
-    mutator = Mutator(entries, lambda data, most: atheris.Mutate(data, most))  # Setup brings another one.
+    mutator = Mutator(
+        entries, lambda data, most: atheris.Mutate(data, most)
+    )  # Setup brings another one.
     for data in seeds_of(entries):  # What first calls load is there, and is no finding.
         name, body = split(entries, data)
         judge(entries[name], body)
@@ -53,7 +61,9 @@ def main(group: str, findings: Path, arguments: list[str]) -> None:
     def judge_input(data: bytes) -> None:
         name, body = split(entries, data)
         counts[name] += 1
-        if counts.total() % COUNTED_EVERY == 0:  # Nothing of this runs when libFuzzer ends the process.
+        if (
+            counts.total() % COUNTED_EVERY == 0
+        ):  # Nothing of this runs when libFuzzer ends the process.
             (findings.parent / COUNTS).write_text(json.dumps(counts))
         try:
             landmarks.reach(name, judge(entries[name], body))

@@ -1,7 +1,8 @@
-"""What is fuzzed: a decoder of bytes from a peer, with inputs that it accepts and the errors that it declares.
+"""What is fuzzed: a decoder of bytes from a peer, with inputs that it accepts and the errors that
+it declares.
 
-An input is a line with the name of its entry, and then the bytes for the decoder. So the inputs of a group share one
-corpus, and a new entry changes nothing about those that are there.
+An input is a line with the name of its entry, and then the bytes for the decoder. So the inputs of
+a group share one corpus, and a new entry changes nothing about those that are there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,9 @@ def join(name: str, body: bytes) -> bytes:
 
 
 def split(entries: Entries, data: bytes) -> tuple[str, bytes]:
-    """The name of an entry and the bytes for it. Input that names none is for the one on which its hash falls."""
+    """The name of an entry and the bytes for it. Input that names none is for the one on which its
+    hash falls.
+    """
     line, newline, body = data.partition(b"\n")
     name = line.decode(errors="replace")
     if newline and name in entries:

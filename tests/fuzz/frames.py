@@ -1,4 +1,6 @@
-"""Frames, and what streams begin with: handshakes, words with relays and proxies, MACs of payloads."""
+"""Frames, and what streams begin with: handshakes, words with relays and proxies, MACs of
+payloads.
+"""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,8 +12,23 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from outer.errors import MessageError
 from outer.identity.island_key import IslandKey
 from outer.network.endpoints import Endpoint, Kind, Leg, Tag
-from outer.network.frames import HEADER_BYTES, Header, pack_header, parse_header, text_of, unpack_call
-from outer.network.handshake import Challenge, Handshake, Hello, Proof, read_hello, refusal_error, say_hello
+from outer.network.frames import (
+    HEADER_BYTES,
+    Header,
+    pack_header,
+    parse_header,
+    text_of,
+    unpack_call,
+)
+from outer.network.handshake import (
+    Challenge,
+    Handshake,
+    Hello,
+    Proof,
+    read_hello,
+    refusal_error,
+    say_hello,
+)
 from outer.network.messages import parse
 from outer.network.run_key import FrameMacs, PeerAuth, RunKey
 from outer.routes import wire
@@ -30,7 +47,11 @@ EXCHANGE = X25519PrivateKey.from_private_bytes(b"x" * 32)
 """The peer's half of the exchange is always the same, so that it can prove what an input says."""
 TAG = Tag(7, 1, Leg.GATHER, 5)
 HELLO = Hello(
-    island="b", group="1", key=PEER_KEY.public, share=EXCHANGE.public_key().public_bytes_raw().hex(), has_run_key=True
+    island="b",
+    group="1",
+    key=PEER_KEY.public,
+    share=EXCHANGE.public_key().public_bytes_raw().hex(),
+    has_run_key=True,
 )
 NO_PROOF = Proof(signature="0" * 128, mac="0" * 64)
 ENDED = (MessageError, ConnectionError)
@@ -44,29 +65,34 @@ def build_frames() -> Entries:
     hello = HELLO.encode()
     challenge = Challenge(hello=HELLO, proof=NO_PROOF).encode()
     return {
-        "header": Entry(_decode_header, [pack_header(Header(kind, 2, TAG, 9, 1000), RUN) for kind in Kind]),
+        "header": Entry(_decode_header, [pack_header(Header(kind, 2, TAG, 9, 1000),
+        RUN) for kind in Kind]),
         "call": Entry(_decode_call, [b"\x04echobody", b"\x00", b"\x04echo"]),
         "refusal": Entry(_decode_refusal, [b"no such island", "caf\u00e9".encode(), b""]),
         "frames": Entry(_decode_frames, [frames, frames[: HEADER_BYTES + 9], b""], ENDED),
         "frames with macs": Entry(_decode_protected, [b"\xff" + frames, b"\x02" + frames], ENDED),
         "payloads": Entry(_decode_payloads, [_payloads(), _frame(Kind.END, b""), frames]),
         "dialer": Entry(
-            partial(_meet_dialer, None), [_frame(Kind.HELLO, hello) + _frame(Kind.PROOF, NO_PROOF.encode())], ENDED,
+            partial(_meet_dialer, None), [_frame(Kind.HELLO, hello) + _frame(Kind.PROOF,
+            NO_PROOF.encode())], ENDED,
             is_refused=True,
         ),
         "acceptor": Entry(
-            _meet_acceptor, [_frame(Kind.CHALLENGE, challenge), _frame(Kind.REFUSAL, b"no")], ENDED, is_refused=True
+            _meet_acceptor, [_frame(Kind.CHALLENGE, challenge), _frame(Kind.REFUSAL, b"no")], ENDED,
+            is_refused=True
         ),
         "dialer that proves": Entry(_meet_proving_dialer, [hello], ENDED, is_json=True),
         "acceptor that proves": Entry(_meet_proving_acceptor, [hello], ENDED, is_json=True),
         "relay": Entry(_decode_relay, list(_relay_words()), (*ENDED, OSError)),
         "http proxy": Entry(
-            partial(_ask_proxy, "http"), [b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n", b"HTTP/1.1 407 No\r\n\r\n"],
+            partial(_ask_proxy, "http"), [b"HTTP/1.1 200 OK\r\nA: b\r\n"
+                                          b"\r\n", b"HTTP/1.1 407 No\r\n\r\n"],
             (ConnectionError,), most_seconds=PROXY_SECONDS,
         ),
         "socks proxy": Entry(
             partial(_ask_proxy, "socks5"),
-            [b"\x05\x02\x01\x00\x05\x00\x00\x01" + bytes(6), b"\x05\x02\x01\x00\x05\x00\x00\x03\x02ab" + bytes(2),
+            [b"\x05\x02\x01\x00\x05\x00\x00\x01" + bytes(6),
+            b"\x05\x02\x01\x00\x05\x00\x00\x03\x02ab" + bytes(2),
              b"\x05\x02\x01\x00\x05\x05\x00\x01"],
             (ConnectionError,),
         ),
@@ -78,7 +104,9 @@ def _frame(kind: Kind, payload: bytes, tag: Tag = TAG) -> bytes:
 
 
 def _payloads() -> bytes:
-    return b"".join(_frame(Kind.PAYLOAD, bytes([part]) * part, Tag(7, 1, Leg.REDUCE, part)) for part in range(5))
+    return b"".join(
+        _frame(Kind.PAYLOAD, bytes([part]) * part, Tag(7, 1, Leg.REDUCE, part)) for part in range(5)
+    )
 
 
 def _decode_header(raw: bytes) -> None:
@@ -152,13 +180,17 @@ def _meet_proving_dialer(body: bytes) -> None:
         yield Header(Kind.PROOF), _prove(theirs, ours, is_dialer=True)
 
     stream = PeerStream(answer)
-    dialer, group = LOOP.run_until_complete(read_hello(stream, ME, PeerAuth(RUN_KEY, island=MY_KEY)))
+    dialer, group = LOOP.run_until_complete(
+        read_hello(stream, ME, PeerAuth(RUN_KEY, island=MY_KEY))
+    )
     hello = parse(Hello, body)
     assert (dialer.island, group, stream.peer_key) == (hello.island, hello.group, PEER_KEY.public)
 
 
 def _meet_proving_acceptor(body: bytes) -> None:
-    """Somebody who answers with this hello, and proves it if it is an acceptor's with the peer's own share."""
+    """Somebody who answers with this hello, and proves it if it is an acceptor's with the peer's
+    own share.
+    """
 
     def answer(heard: list[Frame]) -> Iterator[Frame]:
         ours = parse(Hello, heard[-1][1])
@@ -177,7 +209,9 @@ def _prove(dialer: Hello, acceptor: Hello, *, is_dialer: bool) -> bytes:
     ends = (Endpoint(dialer.island, 0), Endpoint(acceptor.island, 0))
     handshake = Handshake(RUN_KEY, RUN, *ends, dialer, acceptor, None)
     keys = handshake.derive(EXCHANGE, acceptor.share if is_dialer else dialer.share)
-    return keys.prove("dialer" if is_dialer else "acceptor", PeerAuth(RUN_KEY, island=PEER_KEY)).encode()
+    return keys.prove(
+        "dialer" if is_dialer else "acceptor", PeerAuth(RUN_KEY, island=PEER_KEY)
+    ).encode()
 
 
 def _relay_words() -> Iterator[bytes]:

@@ -21,4 +21,6 @@ GROUPS: dict[str, Callable[[], Entries]] = {
     "configs": build_configs,
 }
 SHARES = {"configs": 0.03}
-"""What a group gets of the executions of the others, if not as many: parsing YAML takes milliseconds."""
+"""What a group gets of the executions of the others, if not as many: parsing YAML takes
+milliseconds.
+"""

@@ -1,8 +1,9 @@
-"""Lets libFuzzer see what comes of inputs where it cannot look: pydantic's parser and torch are not Python.
+"""Lets libFuzzer see what comes of inputs where it cannot look: pydantic's parser and torch are not
+Python.
 
-Each new outcome of a decoder gets a function of its own, whose coverage atheris counts. So an input with a new outcome
-is kept, and changed further. The functions are there before the fuzzing begins: libFuzzer takes new counters from a
-process some 4,000 times, and then it crashes.
+Each new outcome of a decoder gets a function of its own, whose coverage atheris counts. So an input
+with a new outcome is kept, and changed further. The functions are there before the fuzzing begins:
+libFuzzer takes new counters from a process some 4,000 times, and then it crashes.
 """
 
 from collections import Counter

@@ -1,4 +1,6 @@
-"""One event loop for all that is fuzzed, because making one for each input takes longer than the rest."""
+"""One event loop for all that is fuzzed, because making one for each input takes longer than the
+rest.
+"""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,7 +14,9 @@ _executors: list[ThreadPoolExecutor] = []
 
 
 def end_threads() -> None:
-    """End the threads that the loop has used. Other tests of the process fork, which needs that there are none."""
+    """End the threads that the loop has used. Other tests of the process fork, which needs that
+    there are none.
+    """
     while _executors:
         _executors.pop().shutdown()
     _executors.append(ThreadPoolExecutor(thread_name_prefix="fuzz"))

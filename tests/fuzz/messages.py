@@ -13,7 +13,9 @@ from tests.fuzz.entries import EVENT_LOOP_SECONDS, Entries, Entry
 from tests.fuzz.loop import LOOP, finish
 
 ASIDE_SECONDS = 0.5
-"""Most time of a message that is parsed off the event loop: it may have megabytes once it is inflated."""
+"""Most time of a message that is parsed off the event loop: it may have megabytes once it is
+inflated.
+"""
 MOST_SEED_BYTES = 3000
 
 
@@ -36,7 +38,9 @@ def _build_entry(model: type[Message]) -> Entry:
 
 
 def _seeds(model: type[Message]) -> Iterator[bytes]:
-    """Small valid messages: the smallest one, as it is and compressed, and one for each field with a longer value."""
+    """Small valid messages: the smallest one, as it is and compressed, and one for each field with
+    a longer value.
+    """
     bounds = Bounds(model)
     smallest = bounds.smallest(bounds.root).encode()
     yield smallest
@@ -44,7 +48,11 @@ def _seeds(model: type[Message]) -> Iterator[bytes]:
     yield deflate(smallest + b" " * 5000)
     for _, place, schema in bounds.places():
         item = bounds.item_of(schema)
-        text = bounds.longest(schema) if item is None else f"[{bounds.smallest(item)},{bounds.smallest(item)}]"
+        text = (
+            bounds.longest(schema)
+            if item is None
+            else f"[{bounds.smallest(item)},{bounds.smallest(item)}]"
+        )
         if (entry := bounds.entry_of(schema)) is not None:
             text = f'{{"a":{bounds.smallest(entry)}}}'
         if len(body := place(text).encode()) < MOST_SEED_BYTES:

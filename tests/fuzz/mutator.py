@@ -1,6 +1,8 @@
-"""Makes new inputs of a group out of those that it has: within the bytes, within JSON, and within what is compressed.
+"""Makes new inputs of a group out of those that it has: within the bytes, within JSON, and within
+what is compressed.
 
-libFuzzer changes bytes. Most changes of a message end at its first brace, so JSON is also changed value by value.
+libFuzzer changes bytes. Most changes of a message end at its first brace, so JSON is also changed
+value by value.
 """
 
 import json
@@ -17,7 +19,9 @@ Mutate = Callable[[bytes, int], bytes]
 """libFuzzer's own change of bytes, given the most that there may be."""
 MOST_INFLATED = 1 << 16
 OTHER_ENTRY, AS_BYTES, DAMAGED = 0.02, 0.3, 0.1
-"""How often another entry takes its turn, JSON is changed as bytes, and what is compressed is changed as it is."""
+"""How often another entry takes its turn, JSON is changed as bytes, and what is compressed is
+changed as it is.
+"""
 
 
 class Mutator:
@@ -56,8 +60,12 @@ class Mutator:
         text = json.dumps(value, separators=(",", ":"))
         return text.replace(json.dumps(DEEP), "[" * 5000 + "]" * 5000).encode()
 
-    def _changed(self, value: Any, path: tuple[Any, ...], places: list[tuple[Any, ...]], draw: random.Random) -> Any:
-        """The value with what lies at the path changed, left out or repeated. It is changed in place."""
+    def _changed(
+        self, value: Any, path: tuple[Any, ...], places: list[tuple[Any, ...]], draw: random.Random
+    ) -> Any:
+        """The value with what lies at the path changed, left out or repeated. It is changed in
+        place.
+        """
         if not path:
             return self._value(value, draw)
         holder = _at(value, path[:-1])
@@ -81,16 +89,26 @@ class Mutator:
         if draw.random() < 0.3:
             return draw.choice(ODD)
         if isinstance(value, str) and value:
-            return self._mutate(value.encode("utf-8", "replace"), 2 * len(value) + 8).decode("utf-8", "replace")
+            return self._mutate(value.encode("utf-8", "replace"), 2 * len(value) + 8).decode(
+                "utf-8", "replace"
+            )
         if isinstance(value, bool) or not isinstance(value, int | float):
             return draw.choice(ODD)
-        return draw.choice((value + 1, value - 1, -value, 2 * value, value + (1 << draw.randrange(64)), str(value)))
+        return draw.choice(
+            (value + 1, value - 1, -value, 2 * value, value + (1 << draw.randrange(64)), str(value))
+        )
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Any:
     """The paths to a value and to all values within it."""
     yield path
-    within = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    within = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in within:
         yield from _places(each, (*path, key))
 

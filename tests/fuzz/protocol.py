@@ -1,4 +1,6 @@
-"""The round protocol of one island, to which members that may lie send several messages one after the other."""
+"""The round protocol of one island, to which members that may lie send several messages one after
+the other.
+"""
 
 import json
 from collections.abc import Iterator
@@ -50,23 +52,41 @@ def protocol_entry() -> Entry:
 
 
 def _conversations(rules: dict[str, Any]) -> Iterator[list[Word]]:
-    """What honest islands say in a round that commits, in one that aborts, and from one that is ahead."""
+    """What honest islands say in a round that commits, in one that aborts, and from one that is
+    ahead.
+    """
     plan = _plan_of(rules)
     digest = digest_after(plan)
-    votes = [Vote.yes(plan, name, digest).model_copy(update={"signature": NO_SIGNATURE}) for name in "abc"]
+    votes = [
+        Vote.yes(plan, name, digest).model_copy(update={"signature": NO_SIGNATURE})
+        for name in "abc"
+    ]
     begun: list[Word] = [("a", PlanNotice(plan=plan.id, round=0)), ("a", plan)]
     receipts = [(name, VoteReceipt(plan=plan.id, outcome="open")) for name in OTHERS]
     cast: list[Word] = [("a", votes[0]), ("c", votes[2])]
     listed = VoteList(plan=plan.id, round=0, digests=[digest] * 3, signatures=[NO_SIGNATURE] * 3)
     yield [*begun, *cast, *receipts, ("a", Settled(plan=plan.id, round=0))]
-    yield [*begun, ("a", listed), ("c", VoteReceipt(plan=plan.id, outcome="abort")), ("a", PlanQuery(plan=plan.id))]
-    yield [*begun, cast[0], ("c", Vote.no(plan, "c", "broken", "a")), ("c", OutcomeQuery(plan=plan.id, round=0))]
+    yield [
+        *begun,
+        ("a", listed),
+        ("c", VoteReceipt(plan=plan.id, outcome="abort")),
+        ("a", PlanQuery(plan=plan.id)),
+    ]
+    yield [
+        *begun,
+        cast[0],
+        ("c", Vote.no(plan, "c", "broken", "a")),
+        ("c", OutcomeQuery(plan=plan.id, round=0)),
+    ]
     certificate = build_certificate(plan.statement(digest), dict.fromkeys(plan.names, NO_SIGNATURE))
     yield [*begun, ("a", OutcomeReply(plan=plan.id, outcome="commit", certificate=certificate))]
     ahead = Status(round=1, tokens=30, digest=digest)
     shown = Proof(certificate=certificate, introductions=[certificate])
     yield [("a", ahead), ("a", shown), ("c", ahead), ("c", ProofQuery(round=0, digest="00" * 8))]
-    yield [("c", ready_of(node("c", "ab", **rules))), ("a", Goodbye(island="a", incarnation="0" * 8, round=0, steps=3))]
+    yield [
+        ("c", ready_of(node("c", "ab", **rules))),
+        ("a", Goodbye(island="a", incarnation="0" * 8, round=0, steps=3)),
+    ]
 
 
 def _plan_of(rules: dict[str, Any]) -> Plan:
@@ -75,7 +95,10 @@ def _plan_of(rules: dict[str, Any]) -> Plan:
 
 
 def _write(way: int, words: list[Word]) -> bytes:
-    said = [[sender, type(message).__name__, message.model_dump(mode="json")] for sender, message in words]
+    said = [
+        [sender, type(message).__name__, message.model_dump(mode="json")]
+        for sender, message in words
+    ]
     return json.dumps({"way": way, "words": said}).encode()
 
 
@@ -100,8 +123,12 @@ def _listen(body: bytes) -> None:
         raise last
 
 
-def _hear(here: RoundProtocol, sender: str, model: type[Message], fields: Any) -> MessageError | None:
-    """Let the island hear one message, and do what its driver then does. What others sign is signed."""
+def _hear(
+    here: RoundProtocol, sender: str, model: type[Message], fields: Any
+) -> MessageError | None:
+    """Let the island hear one message, and do what its driver then does. What others sign is
+    signed.
+    """
     sign_votes(fields, here.plan, honest=ME)
     sign_certificates(fields, honest=ME)
     try:

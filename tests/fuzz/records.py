@@ -1,4 +1,6 @@
-"""Records: of islands in a swarm and in its DHT, addresses in them, what watchers are told, and orders of operators."""
+"""Records: of islands in a swarm and in its DHT, addresses in them, what watchers are told, and
+orders of operators.
+"""
 
 import json
 import tempfile
@@ -46,7 +48,9 @@ from tests.outer.nets import key_of, member
 
 RUN_KEY, KEY = RunKey(b"k" * 32), key_of("a")
 NOW = 1_800_000_000.0
-MEMBER = member("a", control_addresses=["host:1"], text={"tokens": 9, "digest": "0" * 32}, step_seconds=0.5)
+MEMBER = member(
+    "a", control_addresses=["host:1"], text={"tokens": 9, "digest": "0" * 32}, step_seconds=0.5
+)
 PEER_ID = "12D3KooWBwgvuKTmfupyVkL18t78A1kTvu9HtfSfwbs1iUCnSVyL"
 LIBP2P_ADDRESSES = [
     f"{PEER_ID}:0@/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID};/ip4/1.2.3.4/tcp/9/p2p/{PEER_ID}/p2p-circuit/p2p/{PEER_ID}",
@@ -62,19 +66,30 @@ FILES = {SAVE, STOP, BANNED_FILE}
 def build_records() -> Entries:
     """An entry for each kind of record."""
     text = MEMBER.model_dump_json().encode()
-    routes, addresses = [each.encode() for each in ROUTES], [each.encode() for each in LIBP2P_ADDRESSES]
+    routes, addresses = (
+        [each.encode() for each in ROUTES],
+        [each.encode() for each in LIBP2P_ADDRESSES],
+    )
     island = f"tls:{KEY.public}@{';'.join(ROUTES)}".encode()
     return {
         "record": Entry(_parse_record, [text], is_json=True),
         "signed record": Entry(_open_record, [text], is_json=True),
-        "rendezvous": Entry(_ask_rendezvous, list(_rendezvous_scripts()), (MessageError, InputError), is_json=True),
+        "rendezvous": Entry(
+            _ask_rendezvous, list(_rendezvous_scripts()), (MessageError, InputError), is_json=True
+        ),
         "dht value": Entry(_validate, list(_dht_values()), ()),
-        "dht members": Entry(_find_members, [b"\x00" + text, b"\x01" + seal(RUN_KEY, "x", text), b"\x02" + text], ()),
-        "dht config": Entry(_read_config, [b"\x00outer: {}", b"\x02outer: {}", b"\x03x"], (InputError,)),
+        "dht members": Entry(
+            _find_members, [b"\x00" + text, b"\x01" + seal(RUN_KEY, "x", text), b"\x02" + text], ()
+        ),
+        "dht config": Entry(
+            _read_config, [b"\x00outer: {}", b"\x02outer: {}", b"\x03x"], (InputError,)
+        ),
         "island address": Entry(partial(_parse_text, parse_island_address), [island]),
         "route": Entry(partial(_parse_text, parse_route), routes),
         "libp2p address": Entry(partial(_parse_text, parse_libp2p_address), addresses, (PeerLost,)),
-        "gloo address": Entry(_parse_gloo_address, [b"gloo:a/0@host:1", b"gloo:a/0@127.0.0.1:65535"], (PeerLost,)),
+        "gloo address": Entry(
+            _parse_gloo_address, [b"gloo:a/0@host:1", b"gloo:a/0@127.0.0.1:65535"], (PeerLost,)
+        ),
         "gloo value": Entry(lambda raw: check_gloo_address(raw, GLOO_VALUE, 2), [GLOO_VALUE]),
         "told record": Entry(_check_record, list(_told_records()), (), is_json=True),
         "order": Entry(_carry_out, list(_orders()), is_json=True),
@@ -89,12 +104,16 @@ def _parse_record(raw: bytes) -> None:
 def _open_record(text: bytes) -> None:
     """A record of an island, whatever is in it, with the signature of its key."""
     said = text.decode("utf-8", "replace")
-    record = SignedRecord(text=said, time=5, signature=KEY.sign("run/record", f"5\n{said}".encode()).hex())
+    record = SignedRecord(
+        text=said, time=5, signature=KEY.sign("run/record", f"5\n{said}".encode()).hex()
+    )
     auth = PeerAuth()
     found = open_records("run", {"a": record}, auth)
     assert auth.rejections.total == 1 - len(found)
     for name, each in found.items():
-        assert (name, each.island, each.identity) == ("a", "a", KEY.public), "a record of another island counts"
+        assert (name, each.island, each.identity) == ("a", "a", KEY.public), (
+            "a record of another island counts"
+        )
 
 
 def _rendezvous_scripts() -> Iterator[bytes]:
@@ -111,7 +130,9 @@ def _rendezvous_scripts() -> Iterator[bytes]:
         ("leave", withdrawal),
     ]
     for script in (calls, [*calls, *more], [calls[0], more[0], more[3], calls[2]]):
-        yield json.dumps([[kind, message.model_dump(mode="json")] for kind, message in script]).encode()
+        yield json.dumps(
+            [[kind, message.model_dump(mode="json")] for kind, message in script]
+        ).encode()
 
 
 def _ask_rendezvous(body: bytes) -> None:
@@ -144,12 +165,16 @@ def _calls_in(body: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _signed(kind: str, values: Any) -> Any:
-    """The values of an announcement or withdrawal with the signature that its key, if it is that of `a`, would make."""
+    """The values of an announcement or withdrawal with the signature that its key, if it is that of
+    `a`, would make.
+    """
     with suppress(KeyError, TypeError, AttributeError, UnicodeEncodeError):
         if kind in ("announce", "beat"):
             record = values["record"]
             body = f"{record['time']}\n{record['text']}".encode()
-            return values | {"record": record | {"signature": KEY.sign(f"{values['run']}/record", body).hex()}}
+            return values | {
+                "record": record | {"signature": KEY.sign(f"{values['run']}/record", body).hex()}
+            }
         if kind == "leave":
             body = f"{values['time']}\n{values['island']}\n{values['incarnation']}".encode()
             return values | {"signature": KEY.sign(f"{values['run']}/withdrawal", body).hex()}
@@ -173,7 +198,9 @@ def _validate(body: bytes) -> None:
     if validator.validate(record):
         assert is_signed, "a value counts that nobody has signed"
         found = parse_subkey(MSGPackSerializer.loads(subkey))
-        assert found is not None and found[1] == KEY.public, "a value counts that another has signed"
+        assert found is not None and found[1] == KEY.public, (
+            "a value counts that another has signed"
+        )
         assert validator.strip_value(record) == value
 
 
@@ -188,7 +215,10 @@ class _Dht:
     async def get(self, key: str, latest: bool) -> Any:
         subkeys = {make_subkey(self.name, KEY): self.values[0]}
         subkeys |= {make_subkey(self.name, key_of("b")): each for each in self.values[1:]}
-        entries = {subkey: SimpleNamespace(value=each, expiration_time=NOW) for subkey, each in subkeys.items()}
+        entries = {
+            subkey: SimpleNamespace(value=each, expiration_time=NOW)
+            for subkey, each in subkeys.items()
+        }
         return SimpleNamespace(value=entries)
 
 
@@ -197,7 +227,9 @@ def _find_members(body: bytes) -> None:
     dht: Any = _Dht("a", (value,))
     found = LOOP.run_until_complete(find_members(dht, "run", PeerAuth(key)))
     for name, each in found.items():
-        assert (name, each.island, each.identity) == ("a", "a", KEY.public), "a record of another island counts"
+        assert (name, each.island, each.identity) == ("a", "a", KEY.public), (
+            "a record of another island counts"
+        )
 
 
 def _read_config(body: bytes) -> None:
@@ -209,7 +241,9 @@ def _read_config(body: bytes) -> None:
 
 
 def _sealed(body: bytes, about: str) -> tuple[RunKey | None, bytes]:
-    """(the run key, a value): as it is without a key (0, 3) or with one (1), or sealed with it (2)."""
+    """(the run key, a value): as it is without a key (0, 3) or with one (1), or sealed with it
+    (2).
+    """
     kind, value = body[0] % 4 if body else 0, body[1:]
     key = RUN_KEY if kind in (1, 2) else None
     return key, seal(key, about, value) if kind == 2 else value
@@ -228,10 +262,21 @@ def _parse_gloo_address(raw: bytes) -> None:
 def _told_records() -> Iterator[bytes]:
     """A line of each kind of an island's records."""
     about: dict[str, Any] = {"round": 3, "time": NOW}
-    step = StepRecord(step=1, tokens=2, loss=3.0, lr=0.1, grad_norm=1.0, seconds=0.5, tokens_per_second=4.0, time=NOW)
+    step = StepRecord(
+        step=1,
+        tokens=2,
+        loss=3.0,
+        lr=0.1,
+        grad_norm=1.0,
+        seconds=0.5,
+        tokens_per_second=4.0,
+        time=NOW,
+    )
     attempt = RoundRecord(
-        attempt=0, participants=("a", "b"), committed=True, digest="0" * 32, bytes_sent=1, bytes_received=2,
-        reduce_seconds=0.1, wait_seconds=0.2, pseudo_gradient_norm=1.0, units=[[0, 4, 1]], gated={"b": 1},
+        attempt=0, participants=("a", "b"), committed=True, digest="0" * 32, bytes_sent=1,
+        bytes_received=2,
+        reduce_seconds=0.1, wait_seconds=0.2, pseudo_gradient_norm=1.0, units=[[0, 4, 1]],
+        gated={"b": 1},
         ranks=[[0, 1.0]], **about,
     )  # fmt: skip
     records = (
@@ -253,7 +298,9 @@ def _check_record(raw: bytes) -> None:
 
 def _orders() -> Iterator[bytes]:
     for action, argument in (("save", ""), ("stop", "12"), ("stop", ""), ("exclude", "b")):
-        text = OrderText(run="run", island="a", action=action, argument=argument, time=round(1000 * NOW))  # type: ignore[arg-type]
+        text = OrderText(
+            run="run", island="a", action=action, argument=argument, time=round(1000 * NOW)
+        )  # type: ignore[arg-type]
         yield text.model_dump_json().encode()
 
 
@@ -271,7 +318,11 @@ def _carry_out(text: bytes) -> None:
     try:
         server.carry_out(order, NOW)
     finally:
-        found = {path.relative_to(FOLDER / "a").as_posix() for path in FOLDER.rglob("*") if path.is_file()}
+        found = {
+            path.relative_to(FOLDER / "a").as_posix()
+            for path in FOLDER.rglob("*")
+            if path.is_file()
+        }
         for name in found & FILES:
             (FOLDER / "a" / name).unlink()
         assert found <= FILES, f"an order writes {found}"

@@ -1,4 +1,6 @@
-"""Signatures that an input asks for: where it has one of zeros, the one is put that its island would make."""
+"""Signatures that an input asks for: where it has one of zeros, the one is put that its island
+would make.
+"""
 
 import json
 from contextlib import suppress
@@ -16,7 +18,9 @@ WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError, MessageErr
 
 
 def sign_certificates(values: Any, honest: str = "") -> None:
-    """Sign each certificate within the values for its islands, but not for those that are honest."""
+    """Sign each certificate within the values for its islands, but not for those that are
+    honest.
+    """
     if isinstance(values, dict):
         with suppress(*WRONG):
             statement = parse(Statement, json.dumps(values["statement"]))
@@ -35,7 +39,9 @@ def sign_votes(values: Any, plan: Plan | None, honest: str = "") -> None:
             return
         if "signatures" in values:
             cast = zip(plan.names, values["digests"], values["signatures"], strict=True)
-            values["signatures"] = [_sign(name, plan.statement(d).text, by, honest) for name, d, by in cast]
+            values["signatures"] = [
+                _sign(name, plan.statement(d).text, by, honest) for name, d, by in cast
+            ]
         elif values["signature"] is not None:
             text = plan.statement(values["digest"]).text
             values["signature"] = _sign(values["island"], text, values["signature"], honest)
@@ -43,4 +49,8 @@ def sign_votes(values: Any, plan: Plan | None, honest: str = "") -> None:
 
 def _sign(island: str, text: bytes, signature: str, honest: str) -> str:
     """The island's signature in the place of zeros."""
-    return FakeSigner(island).sign(text) if signature == NO_SIGNATURE and island not in honest.split() else signature
+    return (
+        FakeSigner(island).sign(text)
+        if signature == NO_SIGNATURE and island not in honest.split()
+        else signature
+    )

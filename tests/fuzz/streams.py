@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from outer.network.endpoints import Traffic
-from outer.network.frames import HEADER_BYTES, FrameStream, Header, PeerIds, pack_header, parse_header, view_of
+from outer.network.frames import (
+    HEADER_BYTES,
+    FrameStream,
+    Header,
+    PeerIds,
+    pack_header,
+    parse_header,
+    view_of,
+)
 from outer.network.run_key import FrameMacs
 from tests.fuzz.loop import LOOP
 
@@ -19,7 +27,9 @@ Frame = tuple[Header, bytes]
 
 
 class _Writer:
-    """One connection of this machine, for all streams to write on. Nobody looks at what they write."""
+    """One connection of this machine, for all streams to write on. Nobody looks at what they
+    write.
+    """
 
     def __init__(self) -> None:
         self._open: asyncio.StreamWriter | None = None
@@ -58,7 +68,9 @@ def on_socket(raw: bytes, work: Callable[[socket.socket], Awaitable[Any]]) -> An
 
 
 class PeerStream:
-    """A Stream (outer/network/handshake.py) whose other end answers each read by what was written before."""
+    """A Stream (outer/network/handshake.py) whose other end answers each read by what was written
+    before.
+    """
 
     def __init__(self, answer: Callable[[list[Frame]], Iterator[Frame]]) -> None:
         """`answer` is given all frames that are written, and yields those that are read."""
@@ -73,7 +85,9 @@ class PeerStream:
     async def read(self, max_bytes: int) -> tuple[Header, torch.Tensor]:
         for header, payload in self._answers:
             parse_header(pack_header(replace(header, num_bytes=len(payload)), RUN), RUN, max_bytes)
-            return header, torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0).byte()
+            return header, torch.frombuffer(
+                bytearray(payload), dtype=torch.uint8
+            ) if payload else torch.empty(0).byte()
         raise ConnectionResetError("the peer has ended")
 
     async def finish(self) -> None:
@@ -87,7 +101,9 @@ class PeerStream:
 
 
 def frames_in(raw: bytes, max_bytes: int) -> Iterator[bytes]:
-    """Cut bytes into frames, each of which says how long it is; one that cannot be read is the last."""
+    """Cut bytes into frames, each of which says how long it is; one that cannot be read is the
+    last.
+    """
     while raw:
         size = len(raw)
         with suppress(Exception):
@@ -97,7 +113,9 @@ def frames_in(raw: bytes, max_bytes: int) -> Iterator[bytes]:
 
 
 async def read_all(stream: FrameStream, max_bytes: int) -> list[Frame]:
-    """The frames that come until the stream ends between two of them. Raises as `FrameStream.read`."""
+    """The frames that come until the stream ends between two of them. Raises as
+    `FrameStream.read`.
+    """
     found: list[Frame] = []
     while True:
         try:

@@ -1,4 +1,6 @@
-"""What decodes bytes from a peer and is not fuzzed is found: a kind of message, a codec, a call, any other decoder."""
+"""What decodes bytes from a peer and is not fuzzed is found: a kind of message, a codec, a call,
+any other decoder.
+"""
 
 import ast
 import subprocess
@@ -19,7 +21,16 @@ from tests.fuzz.messages import build_messages
 from tests.fuzz.protocol import KINDS
 
 CODE = [file for package in ("outer", "diloco") for file in sorted((ROOT / package).rglob("*.py"))]
-OF_ANOTHER_GROUP = {"announce", "beat", "members", "publish", "config", "leave", "runs", "island_order"}
+OF_ANOTHER_GROUP = {
+    "announce",
+    "beat",
+    "members",
+    "publish",
+    "config",
+    "leave",
+    "runs",
+    "island_order",
+}
 """Calls of a rendezvous and of an operator, which the group `records` makes."""
 NOT_FROM_A_PEER = {
     "outer.audits.commitments:Commitments.seal": "its own signature",
@@ -53,7 +64,9 @@ def test_every_kind_of_message_is_fuzzed() -> None:
     messages = {"Message"}
     while more := {name for _, name, bases in declared if messages & bases} - messages:
         messages |= more
-    assert {f"{module}.{name}" for module, name, bases in declared if messages & bases} == {*build_messages()}
+    assert {f"{module}.{name}" for module, name, bases in declared if messages & bases} == {
+        *build_messages()
+    }
 
 
 def _classes() -> Iterator[tuple[str, str, set[str]]]:
@@ -85,7 +98,11 @@ def _served(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "serve":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "serve"
+        ):
             kind = node.args[0] if len(node.args) == 2 else None
             if isinstance(kind, ast.Constant):
                 yield str(kind.value)

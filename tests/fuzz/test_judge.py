@@ -1,4 +1,6 @@
-"""The fuzzer notices what it is there to notice, and its changes reach what is deep within an input."""
+"""The fuzzer notices what it is there to notice, and its changes reach what is deep within an
+input.
+"""
 
 import itertools
 import json
@@ -34,7 +36,11 @@ def fill(body: bytes) -> None:
 
 def test_what_is_decoded_and_what_is_refused_by_a_declared_error_is_told_apart() -> None:
     assert judge(Entry(len, []), b"abc") == "decoded"
-    assert judge(Entry(refuse, []), b"abc") == judge(Entry(refuse, []), b"ab") == "MessageError: a message of  bytes"
+    assert (
+        judge(Entry(refuse, []), b"abc")
+        == judge(Entry(refuse, []), b"ab")
+        == "MessageError: a message of  bytes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,8 +82,14 @@ def test_json_is_changed_value_by_value_and_now_and_then_as_bytes() -> None:
     values = [value for body in bodies if (value := _json(body)) is not None]
     assert len(values) > len(bodies) / 2
     assert len({json.dumps(value) for value in values}) > 50
-    deep = [value["proof"] for value in values if isinstance(value, dict) and isinstance(value.get("proof"), dict)]
-    assert any(proof.get("digest") != "00ff" for proof in deep), "what is within a message within is changed, too"
+    deep = [
+        value["proof"]
+        for value in values
+        if isinstance(value, dict) and isinstance(value.get("proof"), dict)
+    ]
+    assert any(proof.get("digest") != "00ff" for proof in deep), (
+        "what is within a message within is changed, too"
+    )
     assert {name for name, _ in changes(join("first", VALID))} == {"first", "second"}
 
 
@@ -89,7 +101,9 @@ def _json(body: bytes) -> object:
 
 
 def test_what_is_compressed_is_changed_within() -> None:
-    bodies = [body for name, body in changes(join("first", zlib.compress(VALID))) if name == "first"]
+    bodies = [
+        body for name, body in changes(join("first", zlib.compress(VALID))) if name == "first"
+    ]
     inflated = [found for body in bodies if (found := _inflated(body)) is not None]
     assert len(inflated) > len(bodies) / 2 and len({*inflated}) > 50
     assert len(inflated) < len(bodies), "the compressed bytes are damaged, too"

@@ -1,4 +1,6 @@
-"""All inputs that are kept are decoded or refused as they should be, as are those that our own encoders make."""
+"""All inputs that are kept are decoded or refused as they should be, as are those that our own
+encoders make.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""What an island takes of others' states: parts and means of a donor, and what a checkpoint says that others wrote."""
+"""What an island takes of others' states: parts and means of a donor, and what a checkpoint says
+that others wrote.
+"""
 
 import hashlib
 import io
@@ -18,7 +20,14 @@ from diloco.checkpoints.signing import RunKeySigner
 from diloco.runtime.progress import Progress, ResumePoint
 from inner.checkpoint.folder import UNSIGNED, SavedCheckpoint
 from inner.checkpoint.index import IndexRefused, parse_former, parse_index
-from inner.checkpoint.manifest import FORMER_INDEX, MANIFEST, FileSpec, Manifest, parse_manifest, write_manifest
+from inner.checkpoint.manifest import (
+    FORMER_INDEX,
+    MANIFEST,
+    FileSpec,
+    Manifest,
+    parse_manifest,
+    write_manifest,
+)
 from inner.checkpoint.pickle_parser import PickleError
 from inner.checkpoint.tensor_reader import load_chunk
 from inner.errors import InputError as InnerInputError
@@ -67,18 +76,22 @@ def build_transfers() -> Entries:
     histories = [History(3.0, 1.0), History(200.0, 1.0, 0.5, 0.1, 1.0)]
     return {
         "part": Entry(partial(_unpack, True), [_state().pack(0)]),
-        "part of a moment": Entry(partial(_unpack, False), [b'{"round":3,"tokens":7}\n' + bytes(4 * SIZE)]),
+        "part of a moment": Entry(partial(_unpack, False),
+        [b'{"round":3,"tokens":7}\n' + bytes(4 * SIZE)]),
         "download": Entry(
-            _download, list(_downloads()), (TransportError,), is_json=True, most_seconds=DOWNLOAD_SECONDS
+            _download, list(_downloads()), (TransportError,), is_json=True,
+            most_seconds=DOWNLOAD_SECONDS
         ),
         "cached part": Entry(_read_cache, [_cached()], ()),
         "calls": calls_entry(),
         "facts": Entry(_parse_facts, [_facts(), facts], (InputError,), is_json=True),
-        "facts of an island": Entry(_parse_island_facts, [_island_facts()], (InnerInputError,), is_json=True),
+        "facts of an island": Entry(_parse_island_facts, [_island_facts()], (InnerInputError,),
+        is_json=True),
         "manifest": Entry(_parse_manifest, [manifest, kept], (InnerInputError,), is_json=True),
         "manifest with a signature": Entry(
             _parse_signed_manifest,
-            [write_manifest(Manifest(3, {}, {}), RunKeySigner(RUN_KEY)), (CHECKPOINT / MANIFEST).read_bytes()],
+            [write_manifest(Manifest(3, {}, {}), RunKeySigner(RUN_KEY)),
+            (CHECKPOINT / MANIFEST).read_bytes()],
             (InnerInputError, InputError),
         ),
         "index": Entry(
@@ -88,7 +101,8 @@ def build_transfers() -> Entries:
             most_seconds=INDEX_SECONDS,
         ),
         "chunk": Entry(_load_chunk, list(_chunks()), (InnerInputError,)),
-        "history of norms": Entry(_parse_history, [_raw(to_tensor(each)) for each in histories], (InputError,)),
+        "history of norms": Entry(_parse_history, [_raw(to_tensor(each)) for each in histories],
+        (InputError,)),
         "index in JSON": Entry(_parse_index, [_index()], (IndexRefused,), is_json=True),
     }  # fmt: skip
 
@@ -120,7 +134,9 @@ def _unpack(has_momentum: bool, body: bytes) -> None:
 
 
 class _Donor:
-    """The messenger of a joiner whose calls a donor answers with what an input holds, one reply after the other."""
+    """The messenger of a joiner whose calls a donor answers with what an input holds, one reply
+    after the other.
+    """
 
     address = "joiner"
 
@@ -128,7 +144,14 @@ class _Donor:
         self._description, self._replies = description, iter(replies)
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
+        self,
+        address: str,
+        kind: str,
+        body: bytes,
+        *,
+        timeout_seconds: float,
+        lane: Lane = "control",
+        longest: int = 0,
     ) -> bytes:
         reply = self._description if kind == "state" else next(self._replies, None)
         if reply is None or len(reply) > (longest or len(reply)):
@@ -142,9 +165,18 @@ class _Donor:
 def _downloads() -> Iterator[bytes]:
     """A donor that gives part 0 at once, one by a part and two means, and one that is busy."""
     state = _state()
-    part, means = b"part\n" + state.pack(0), [b"mean\n" + (state.mean(0, number) or b"") for number in (0, 1)]
+    part, means = (
+        b"part\n" + state.pack(0),
+        [b"mean\n" + (state.mean(0, number) or b"") for number in (0, 1)],
+    )
     old = b"part\n" + GlobalState(_values(0), PLAN.optimizer).pack(0)
-    for target, replies in ((2, [part]), (0, [old]), (2, [b"busy\n"]), (2, [b"gone\n"]), (0, [b"behind\n"])):
+    for target, replies in (
+        (2, [part]),
+        (0, [old]),
+        (2, [b"busy\n"]),
+        (2, [b"gone\n"]),
+        (0, [b"behind\n"]),
+    ):
         yield _download_body(target, replies, holds=False)
     yield _download_body(2, means, holds=True)
     yield _download_body(2, [means[0], b"gone\n", part], holds=True)
@@ -159,16 +191,27 @@ def _download_body(target: int, replies: list[bytes], *, holds: bool) -> bytes:
     )
     texts = [reply.decode("latin-1") for reply in replies]
     return json.dumps(
-        {"description": description.model_dump(mode="json"), "replies": texts, "target": target, "holds": holds}
+        {
+            "description": description.model_dump(mode="json"),
+            "replies": texts,
+            "target": target,
+            "holds": holds,
+        }
     ).encode()
 
 
 def _download(body: bytes) -> None:
-    """A joiner, which may hold the part of round 0, takes part 0 at the target's round from one donor."""
+    """A joiner, which may hold the part of round 0, takes part 0 at the target's round from one
+    donor.
+    """
     try:
         values = json.loads(body)
         replies = [text.encode("latin-1") for text in values["replies"]][:MOST_REPLIES]
-        description, target, holds = json.dumps(values["description"]).encode(), values["target"], values["holds"]
+        description, target, holds = (
+            json.dumps(values["description"]).encode(),
+            values["target"],
+            values["holds"],
+        )
         assert type(target) is int and 0 <= target < 8
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
         raise MessageError("no download") from None
@@ -229,7 +272,9 @@ def _json(body: bytes) -> Any:
 def _island_facts() -> bytes:
     point = {"steps": 3, "made": {"steps": 3, "tokens": 30}}
     values = {"outer": json.loads(_facts()), "place": point, "tokens": 30, "run": {"name": "run"}}
-    return json.dumps(values | {"params": [["w", [24]]], "reading_order": 2, "losses": [3.5, 3.25]}).encode()
+    return json.dumps(
+        values | {"params": [["w", [24]]], "reading_order": 2, "losses": [3.5, 3.25]}
+    ).encode()
 
 
 def _parse_island_facts(body: bytes) -> None:
@@ -241,13 +286,17 @@ def _parse_island_facts(body: bytes) -> None:
         raise InnerInputError(str(error)) from None
     facts = parse_island_facts(SavedCheckpoint(Path("step-00000003"), Manifest(3, values, {})))
     assert isinstance(facts, IslandFacts)
-    assert facts.place == ResumePoint(facts.place.steps, Progress(facts.place.made.steps, facts.place.made.tokens))
+    assert facts.place == ResumePoint(
+        facts.place.steps, Progress(facts.place.made.steps, facts.place.made.tokens)
+    )
     assert all(map(isfinite, facts.losses)), "a loss that is not finite comes through"
 
 
 def _parse_manifest(text: bytes) -> None:
     """Whoever writes a manifest gives it the hash that fits."""
-    manifest = parse_manifest(hashlib.sha256(text).hexdigest().encode() + b"\n" + text, "step-00000003", UNSIGNED)
+    manifest = parse_manifest(
+        hashlib.sha256(text).hexdigest().encode() + b"\n" + text, "step-00000003", UNSIGNED
+    )
     again = parse_manifest(write_manifest(manifest, UNSIGNED), "step-00000003", UNSIGNED)
     assert again == manifest, "a manifest is another one once it has been written"
 
@@ -269,19 +318,31 @@ _RAW = Manifest(3, {}, {}, {"rank-0.tensors": FileSpec(100), "index.json": FileS
 
 
 def _index() -> bytes:
-    chunks = [{"file": "rank-0.tensors", "start": 64 * row, "offsets": [row, 0], "sizes": [1, 3]} for row in (0, 1)]
+    chunks = [
+        {"file": "rank-0.tensors", "start": 64 * row, "offsets": [row, 0], "sizes": [1, 3]}
+        for row in (0, 1)
+    ]
     tensors = {"params/w": {"dtype": "float32", "shape": [2, 3], "chunks": chunks}}
     return json.dumps({"tensors": tensors}).encode()
 
 
 def _parse_index(raw: bytes) -> None:
     index = parse_index(raw, _RAW)
-    assert sum(saved.size.numel() * saved.properties.dtype.itemsize for saved in index.tensors.values()) <= 100
+    assert (
+        sum(
+            saved.size.numel() * saved.properties.dtype.itemsize for saved in index.tensors.values()
+        )
+        <= 100
+    )
 
 
 def _chunks() -> Iterator[bytes]:
     """Tensors as a checkpoint's files hold them."""
-    for tensor in (torch.arange(6.0).view(2, 3), torch.zeros(3, dtype=torch.bfloat16), torch.empty(0)):
+    for tensor in (
+        torch.arange(6.0).view(2, 3),
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.empty(0),
+    ):
         stream = io.BytesIO()
         torch.save(tensor, stream)
         yield stream.getvalue()

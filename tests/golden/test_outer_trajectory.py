@@ -1,4 +1,5 @@
-"""The outer trajectory of three islands with fixed fake gradients, one of which dies in round 3, as recorded.
+"""The outer trajectory of three islands with fixed fake gradients, one of which dies in round 3, as
+recorded.
 
 A change of its numbers must be meant. Record it anew, in a commit of its own that says why, with
 
@@ -36,7 +37,9 @@ def count(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def model() -> dict[str, torch.Tensor]:
-    return {name: (count(shape) * 3 + k) % 7 / 4 - 1 for k, (name, shape) in enumerate(SHAPES.items())}
+    return {
+        name: (count(shape) * 3 + k) % 7 / 4 - 1 for k, (name, shape) in enumerate(SHAPES.items())
+    }
 
 
 def fake_progress(island: str, round_number: int, held: Held, like: torch.Tensor) -> torch.Tensor:
@@ -56,21 +59,28 @@ def script(island: Island) -> list[dict]:
             assert not island.attempt(TOKENS["c"]).is_committed
             break
         report = island.commit(TOKENS[island.name])
-        params = {h.name: v.flatten().tolist() for h, v in zip(island.params.slices, island.params.values, strict=True)}
+        params = {
+            h.name: v.flatten().tolist()
+            for h, v in zip(island.params.slices, island.params.values, strict=True)
+        }
         records.append(
             {
                 "round": report.round,
                 "attempt": report.attempt,
                 "participants": report.participants,
                 "digest": report.digest,
-                "params": {name: [value.hex() for value in values] for name, values in params.items()},
+                "params": {
+                    name: [value.hex() for value in values] for name, values in params.items()
+                },
             }
         )
     return records
 
 
 def test_the_outer_trajectory_is_as_recorded() -> None:
-    found = run_islands(dict.fromkeys("abc", script), CONFIG, model=model, faults={"c": dies_in(LOST_ROUND)})
+    found = run_islands(
+        dict.fromkeys("abc", script), CONFIG, model=model, faults={"c": dies_in(LOST_ROUND)}
+    )
     assert found["a"] == found["b"] and found["c"] == found["a"][:LOST_ROUND]
     if os.environ.get("REWRITE_GOLDEN"):
         GOLDEN.write_text(json.dumps(found["a"], indent=1) + "\n")
@@ -94,4 +104,6 @@ def test_the_recorded_numbers_are_those_of_exact_arithmetic() -> None:
             mean = sum(grads) / sum(TOKENS[i] for i in names)
             momentum[name].mul_(0.5).add_(mean)
             values.sub_(0.5 * (mean + 0.5 * momentum[name]))
-            assert [float.fromhex(text) for text in record["params"][name]] == values.flatten().tolist(), (number, name)
+            assert [
+                float.fromhex(text) for text in record["params"][name]
+            ] == values.flatten().tolist(), (number, name)

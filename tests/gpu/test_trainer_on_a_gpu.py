@@ -1,4 +1,6 @@
-"""One rank's trainer on a GPU computes what it computes on the CPU: `python -m pytest -m gpu tests/gpu`."""
+"""One rank's trainer on a GPU computes what it computes on the CPU: `python -m pytest -m gpu
+tests/gpu`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,7 +41,9 @@ def an_island_of_one_rank() -> Iterator[None]:
         yield
 
 
-def case(dtype: str = "float32", *, compiled: bool = False, documents: bool = False) -> TrainingCase:
+def case(
+    dtype: str = "float32", *, compiled: bool = False, documents: bool = False
+) -> TrainingCase:
     parallel = ParallelConfig(compile=compiled)
     return TrainingCase(SIZES, 128, 2, dtype, 2, parallel=parallel, masks_documents=documents)
 
@@ -77,7 +81,9 @@ def test_an_evaluation_is_that_of_the_cpu(dtype: str) -> None:
     assert on_gpu == pytest.approx(on_cpu, rel=LOSS_BANDS[dtype])
 
 
-def test_a_resumed_trainer_has_the_saved_state_bit_for_bit_and_goes_on_alike(tmp_path: Path) -> None:
+def test_a_resumed_trainer_has_the_saved_state_bit_for_bit_and_goes_on_alike(
+    tmp_path: Path,
+) -> None:
     training = case("bfloat16")
     trainer = training.build(GPU.first)
     losses(trainer, training, range(2))
@@ -123,7 +129,9 @@ def test_values_cross_the_seam_whole_while_the_gpu_is_busy() -> None:
 
 
 def write_pinned(params: LocalParams, turn: int) -> None:
-    """Write values that tell turn and slice, from page-locked memory that nobody holds afterwards."""
+    """Write values that tell turn and slice, from page-locked memory that nobody holds
+    afterwards.
+    """
     values = {}
     for index in range(len(params.slices)):
         place = params.pinned(index)
@@ -151,4 +159,6 @@ def on_gpu(given: Inputs) -> Inputs:
     packing = given.packing
     if packing is not None:
         packing = replace(packing, bounds_N=packing.bounds_N.to(GPU.first))
-    return given._replace(packing=packing, **{name: getattr(given, name).to(GPU.first) for name in TENSORS})
+    return given._replace(
+        packing=packing, **{name: getattr(given, name).to(GPU.first) for name in TENSORS}
+    )

@@ -16,7 +16,9 @@ STRANGERS = [
     Attack("frames of 127 MB", strangers.on_streams(strangers.long_frames, 8), has_key=False),
     Attack("half handshakes", strangers.on_streams(strangers.half_handshakes, 150), has_key=False),
     Attack("a thousand connections", strangers.on_streams(strangers.silence, 400), has_key=False),
-    Attack("vandal in the DHT", strangers.vandalises_the_dht, has_key=False, networks=("hivemind",)),
+    Attack(
+        "vandal in the DHT", strangers.vandalises_the_dht, has_key=False, networks=("hivemind",)
+    ),
 ]
 SPEAKERS = [
     Attack("goodbyes for others", spoken(members.says_goodbye_for_others)),

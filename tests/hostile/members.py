@@ -1,4 +1,6 @@
-"""What an attacker with the run key says: each function is one turn of a speaker, or the work of a whole process."""
+"""What an attacker with the run key says: each function is one turn of a speaker, or the work of a
+whole process.
+"""
 
 import asyncio
 import hashlib
@@ -14,7 +16,14 @@ from diloco.config.schema import Config
 from outer.agreement.messages import Goodbye, OutcomeQuery, Plan, Ready, Status, Vote
 from outer.errors import OuterError
 from outer.identity.access import Access
-from outer.membership.records import MAX_CONFIG_BYTES, Announcement, Publication, Records, RunQuery, sign_record
+from outer.membership.records import (
+    MAX_CONFIG_BYTES,
+    Announcement,
+    Publication,
+    Records,
+    RunQuery,
+    sign_record,
+)
 from outer.membership.tcp import RENDEZVOUS
 from outer.network.endpoints import Endpoint, Kind, Messenger, Traffic
 from outer.network.frames import Header
@@ -74,7 +83,11 @@ async def accuses_as_a_ghost(speaker: Speaker) -> None:
     """Vote no on the plan that the honest ones make, and accuse each of them."""
     await _announce(speaker)
     await speaker.hear()
-    newest = [r for r in speaker.readies.values() if r.round == max(r.round for r in speaker.readies.values())]
+    newest = [
+        r
+        for r in speaker.readies.values()
+        if r.round == max(r.round for r in speaker.readies.values())
+    ]
     plan = Plan(
         round=newest[0].round,
         attempt=newest[0].attempt,
@@ -90,7 +103,9 @@ async def accuses_as_a_ghost(speaker: Speaker) -> None:
 async def claims_many_tokens(speaker: Speaker) -> None:
     """Claim to be ahead by 2^61 tokens, in its record and to everybody."""
     await _announce(speaker, round=speaker_round(speaker) + 3, tokens=MANY_TOKENS)
-    claim = Status(round=speaker_round(speaker) + 3, tokens=MANY_TOKENS, digest=secrets.token_hex(32))
+    claim = Status(
+        round=speaker_round(speaker) + 3, tokens=MANY_TOKENS, digest=secrets.token_hex(32)
+    )
     await speaker.tell_all(claim)
 
 
@@ -110,7 +125,9 @@ def comes_and_goes(config: Config, index: int) -> None:
             async with speaker(config, fresh("tramp")) as tramp:
                 note_begin(config)
                 await is_a_ghost(tramp)
-                goodbye = Goodbye(island=tramp.name, incarnation=tramp.incarnation, round=0, steps=0)
+                goodbye = Goodbye(
+                    island=tramp.name, incarnation=tramp.incarnation, round=0, steps=0
+                )
                 await tramp.tell_all(goodbye)
 
     asyncio.run(main())
@@ -122,19 +139,33 @@ def replays_records(config: Config, index: int) -> None:
     async def main() -> None:
         async with speaker(config, fresh("replayer")) as thief:
             note_begin(config)
-            replay = _replay_in_the_dht if config.outer.transport == "hivemind" else _replay_at_the_rendezvous
+            replay = (
+                _replay_in_the_dht
+                if config.outer.transport == "hivemind"
+                else _replay_at_the_rendezvous
+            )
             await replay(config, thief)
 
     asyncio.run(main())
 
 
 async def _replay_at_the_rendezvous(config: Config, thief: Speaker) -> None:
-    messenger, target = rendezvous_messenger(thief), config.island.bootstrap[0].removeprefix("tcp://")
+    messenger, target = (
+        rendezvous_messenger(thief),
+        config.island.bootstrap[0].removeprefix("tcp://"),
+    )
     seen: list[Records] = []
     while True:
         query = RunQuery(run=config.name).encode()
-        seen.append(parse(Records, await messenger.call(target, "members", query, timeout_seconds=CALL_SECONDS)))
-        for record in itertools.chain.from_iterable(records.records.values() for records in seen[-20:]):
+        seen.append(
+            parse(
+                Records,
+                await messenger.call(target, "members", query, timeout_seconds=CALL_SECONDS),
+            )
+        )
+        for record in itertools.chain.from_iterable(
+            records.records.values() for records in seen[-20:]
+        ):
             body = Announcement(run=config.name, record=record, life_seconds=60).encode()
             for kind in ("announce", "beat"):
                 with suppress(OuterError):
@@ -155,11 +186,15 @@ async def _replay_in_the_dht(config: Config, thief: Speaker) -> None:
         for node, peer in peers[key].items():
             answers = await dht.protocol.call_find(peer, [key]) or {}
             value = answers.get(key, (None,))[0]
-            for subkey, entry in value.value.items() if value is not None and hasattr(value.value, "items") else []:
+            for subkey, entry in (
+                value.value.items() if value is not None and hasattr(value.value, "items") else []
+            ):
                 seen.append((MSGPackSerializer.dumps(subkey), entry.value, value.expiration_time))
             for subkey, stored, _ in seen[-40:]:
                 for expires_at in (get_dht_time() + 60, get_dht_time() + 200):
-                    await dht.protocol.call_store(peer, [key], [stored], [expires_at], subkeys=[subkey])
+                    await dht.protocol.call_store(
+                        peer, [key], [stored], [expires_at], subkeys=[subkey]
+                    )
             assert node
         await asyncio.sleep(0.5)
 
@@ -170,14 +205,18 @@ async def sends_long_calls(speaker: Speaker) -> None:
 
     async def call(address: str) -> None:
         with suppress(OuterError):
-            await speaker.network.messenger.call(address, "ready", body, timeout_seconds=CALL_SECONDS)
+            await speaker.network.messenger.call(
+                address, "ready", body, timeout_seconds=CALL_SECONDS
+            )
 
     addresses = [member.control_addresses[0] for member in (await speaker.victims()).values()]
     await asyncio.gather(*(call(address) for address in addresses for _ in range(8)))
 
 
 async def sends_wrong_items(speaker: Speaker) -> None:
-    """Messages of as many wrong items and unknown fields as fit, plain and compressed, to all that read messages."""
+    """Messages of as many wrong items and unknown fields as fit, plain and compressed, to all that
+    read messages.
+    """
     items = b"[" + b",".join([b"[]"] * 100_000) + b"]"
     fields = b",".join(b'"u%d":1' % number for number in range(200_000))
     bodies = {"ready": b'{"carriers":' + items + b"}", "status": b"{" + fields + b"}"}
@@ -234,7 +273,9 @@ async def floods_the_rendezvous(speaker: Speaker) -> None:
         }
         for kind, message in said.items():
             with suppress(OuterError):
-                await messenger.call(addresses[0].target, kind, message.encode(), timeout_seconds=CALL_SECONDS)
+                await messenger.call(
+                    addresses[0].target, kind, message.encode(), timeout_seconds=CALL_SECONDS
+                )
 
 
 def rendezvous_messenger(speaker: Speaker) -> StreamMessenger:
@@ -263,4 +304,6 @@ async def _announce(speaker: Speaker, **changes: int) -> None:
 async def _call(thief: Speaker, address: str, message: Message) -> None:
     kind = type(message).__name__.lower()
     with suppress(OuterError):
-        await thief.network.messenger.call(address, kind, message.encode(), timeout_seconds=CALL_SECONDS)
+        await thief.network.messenger.call(
+            address, kind, message.encode(), timeout_seconds=CALL_SECONDS
+        )

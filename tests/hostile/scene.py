@@ -1,7 +1,7 @@
 """Honest islands that train while somebody attacks them, and what is measured of them.
 
-Every island is a forked process that runs the shipped `train`, over a real network and with a run key. An attacker is a
-process, too: another island of the same config that does something else.
+Every island is a forked process that runs the shipped `train`, over a real network and with a run
+key. An attacker is a process, too: another island of the same config that does something else.
 """
 
 import asyncio
@@ -48,7 +48,9 @@ MiB = 1 << 20
 
 @dataclass(frozen=True)
 class Attack:
-    """Who attacks, and how. `work` is what each attacking process does instead of training; it is killed at the end."""
+    """Who attacks, and how. `work` is what each attacking process does instead of training; it is
+    killed at the end.
+    """
 
     name: str
     work: Work
@@ -57,7 +59,9 @@ class Attack:
     networks: tuple[str, ...] = ("gloo", "tls", "hivemind")
     num_attackers: int = 1
     is_island: bool = False
-    """Whether each attacker is an island that enters the run, and may be told to leave it. The others never end."""
+    """Whether each attacker is an island that enters the run, and may be told to leave it. The
+    others never end.
+    """
 
 
 NO_ATTACK = Attack("none", lambda config, index: time.sleep(3600), has_key=False, num_attackers=0)
@@ -74,7 +78,9 @@ class Outcome:
     rounds_during: int
     rounds_after: int
     longest_wait: float
-    """Longest time in which no honest island came to another round, in seconds, up to the first after the attack."""
+    """Longest time in which no honest island came to another round, in seconds, up to the first
+    after the attack.
+    """
     bound: float
     """The bound T of the honest islands when the attack began, in seconds."""
     grown: int
@@ -120,19 +126,35 @@ class Scene:
         return all(is_up(island) for island in self.islands)
 
     def play(self, attack: Attack, seconds: float, least_rounds: int = 0) -> Outcome:
-        """Attack for so long, then stop, and measure. The attack goes on until `least_rounds` have been committed."""
+        """Attack for so long, then stop, and measure. The attack goes on until `least_rounds` have
+        been committed.
+        """
         before = [_begin_peaks(island) for island in self.islands]
         bound = max(float((island.folder / BOUND_FILE).read_text()) for island in self.islands)
-        num_refused, attackers = self._num_refused(), [self._start(attack) for _ in range(attack.num_attackers)]
+        num_refused, attackers = (
+            self._num_refused(),
+            [self._start(attack) for _ in range(attack.num_attackers)],
+        )
         try:
             for attacker in attackers:
-                until(lambda a=attacker: self._has_begun(a), "the attack's beginning", attacker, *self.islands)
+                until(
+                    lambda a=attacker: self._has_begun(a),
+                    "the attack's beginning",
+                    attacker,
+                    *self.islands,
+                )
             begun = time.time()
             time.sleep(seconds)
-            until(lambda: self._rounds(begun) >= least_rounds, "rounds during the attack", *self.islands)
+            until(
+                lambda: self._rounds(begun) >= least_rounds,
+                "rounds during the attack",
+                *self.islands,
+            )
             ended, during = time.time(), self._rounds(begun)
             for attacker in attackers:
-                assert attack.is_island or is_up(attacker), f"the attacker has ended:\n{attacker.log[-3000:]}"
+                assert attack.is_island or is_up(attacker), (
+                    f"the attacker has ended:\n{attacker.log[-3000:]}"
+                )
         finally:
             for attacker in attackers:
                 _kill(attacker)
@@ -153,17 +175,23 @@ class Scene:
         )
 
     def assert_well(self) -> None:
-        """No honest island has ended, the last loss of each is finite, and all of them have the same history."""
+        """No honest island has ended, the last loss of each is finite, and all of them have the
+        same history.
+        """
         for island in self.islands:
             assert is_up(island), f"{island.folder.name} has ended:\n{island.log[-3000:]}"
-            assert island.records("step")[-1]["loss"] is not None, f"{island.folder.name} has no finite loss any more"
+            assert island.records("step")[-1]["loss"] is not None, (
+                f"{island.folder.name} has no finite loss any more"
+            )
         assert_one_history(*self.islands)
 
     def _start(self, attack: Attack) -> Island:
         index, self._next = self._next, self._next + 1
         config = self._made.config
         if not attack.has_key:
-            config = config.model_copy(update={"island": config.island.model_copy(update={"run_key_file": None})})
+            config = config.model_copy(
+                update={"island": config.island.model_copy(update={"run_key_file": None})}
+            )
         settings = config.island.model_copy(update={"joins": True})
         config = config.model_copy(update={"island": settings, "islands": []})
         return self._made.start(index, attack.work, config)
@@ -173,7 +201,9 @@ class Scene:
         return begun.exists() or bool(attacker.events("joined")) or not is_up(attacker)
 
     def _rounds(self, since: float) -> int:
-        """Rounds by which the honest islands have gone on since then, by commits or with a state that they took."""
+        """Rounds by which the honest islands have gone on since then, by commits or with a state
+        that they took.
+        """
         reached = [moment for island in self.islands for moment in _progress(island)]
         before = max((round_number for time, round_number in reached if time <= since), default=0)
         return max(round_number for _, round_number in reached) - before
@@ -189,12 +219,18 @@ class Scene:
             new = [r for number, r in island.committed().items() if number > after]
             return sum(set(HONEST) <= set(r["participants"]) for r in new) >= LAST_ROUNDS
 
-        until(lambda: all(map(has_come, self.islands)), "rounds of all honest islands after it", *self.islands)
+        until(
+            lambda: all(map(has_come, self.islands)),
+            "rounds of all honest islands after it",
+            *self.islands,
+        )
 
 
 @contextmanager
 def scene(folder: Path, network: str, *overrides: str) -> Iterator[Scene]:
-    """Open a run with a run key in which the honest islands have committed some rounds. Kills all at exit."""
+    """Open a run with a run key in which the honest islands have committed some rounds. Kills all
+    at exit.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     key_file = folder / "run.key"
     key_file.write_text("secret of a test's run " * 2)
@@ -213,7 +249,8 @@ def scene(folder: Path, network: str, *overrides: str) -> Iterator[Scene]:
             "evaluate.every_rounds=100000",
             "outer.optimizer.momentum=0.9",
             f"outer.start_islands={NUM_HONEST}",
-            # With a quorum of one, a member that trains alone, and faster than the others, makes them follow it.
+            # With a quorum of one, a member that trains alone, and faster than the others, makes
+            # them follow it.
             f"outer.quorum={NUM_HONEST // 2 + 1}",
         ]
         settings += [f"island.run_key_file={key_file}", *overrides]
@@ -228,7 +265,9 @@ def note_begin(config: Config) -> None:
 
 
 def targets(config: Config) -> dict[str, str]:
-    """Control addresses of the honest leaders, by island. An attacker may know them from anywhere."""
+    """Control addresses of the honest leaders, by island. An attacker may know them from
+    anywhere.
+    """
     return json.loads((Path(config.island.run_dir) / TARGETS_FILE).read_text())
 
 
@@ -255,14 +294,18 @@ def _kill(island: Island) -> None:
 
 
 def _begin_peaks(island: Island) -> tuple[int, int]:
-    """Let the peaks of memory begin anew. Returns the resident bytes of the process, and of its libp2p daemon."""
+    """Let the peaks of memory begin anew. Returns the resident bytes of the process, and of its
+    libp2p daemon.
+    """
     for pid in process_tree(island.ranks[0]):
         Path(f"/proc/{pid}/clear_refs").write_text("5")
     return _peaks(island)
 
 
 def _peaks(island: Island) -> tuple[int, int]:
-    """The largest resident memory that the island's process has had, and that of its libp2p daemon, in bytes."""
+    """The largest resident memory that the island's process has had, and that of its libp2p daemon,
+    in bytes.
+    """
     *children, process = process_tree(island.ranks[0])
     return _peak_of(process), sum(map(_peak_of, children))
 
@@ -273,7 +316,9 @@ def _peak_of(pid: int) -> int:
 
 
 def _longest_wait(islands: Sequence[Island], begun: float, ended: float) -> float:
-    """Longest time without a commit from the beginning of the attack to the first commit after it, in seconds."""
+    """Longest time without a commit from the beginning of the attack to the first commit after it,
+    in seconds.
+    """
     first: dict[int, float] = {}  # when the first honest island had reached a round
     for moment, round_number in sorted(found for island in islands for found in _progress(island)):
         first.setdefault(round_number, moment)
@@ -283,7 +328,9 @@ def _longest_wait(islands: Sequence[Island], begun: float, ended: float) -> floa
 
 
 def _progress(island: Island) -> list[tuple[float, int]]:
-    """(time, number of rounds behind the state) of each commit, and of each state that was taken from others."""
+    """(time, number of rounds behind the state) of each commit, and of each state that was taken
+    from others.
+    """
     taken = [(r["time"], r["text"]) for r in island.records("event") if r["name"] == "joined"]
     return [
         *((r["time"], number + 1) for number, r in island.committed().items()),

@@ -1,6 +1,8 @@
-"""Attackers that speak as members: they have an island key of their own, the run key or none, and outer's own wire.
+"""Attackers that speak as members: they have an island key of their own, the run key or none, and
+outer's own wire.
 
-A speaker announces itself as an island like the honest ones, hears what they say to it, and says what it likes.
+A speaker announces itself as an island like the honest ones, hears what they say to it, and says
+what it likes.
 """
 
 import asyncio
@@ -30,7 +32,9 @@ ROUND_SECONDS = 0.5
 
 
 class Speaker:
-    """One name in the run. `readies` are the newest ready messages of the islands that have spoken to it."""
+    """One name in the run. `readies` are the newest ready messages of the islands that have spoken
+    to it.
+    """
 
     def __init__(self, network: Network, name: str, key: IslandKey) -> None:
         assert network.membership is not None
@@ -46,7 +50,11 @@ class Speaker:
         """Records of the honest islands, by name."""
         while True:
             found = await self.membership.members()
-            honest = {name: m for name, m in found.items() if name.startswith("island-") and name != self.name}
+            honest = {
+                name: m
+                for name, m in found.items()
+                if name.startswith("island-") and name != self.name
+            }
             if len(honest) >= NUM_HONEST:
                 return honest
             await asyncio.sleep(0.1)
@@ -77,15 +85,22 @@ class Speaker:
         return like.model_copy(update=own | changes)
 
     async def tell(self, member: Member, message: Message) -> bytes | None:
-        """Say something to an island's leader. Returns its reply, or None if it refuses or does not answer."""
+        """Say something to an island's leader. Returns its reply, or None if it refuses or does not
+        answer.
+        """
         with suppress(OuterError):
             return await self.network.messenger.call(
-                member.control_addresses[0], kind_of(type(message)), message.encode(), timeout_seconds=CALL_SECONDS
+                member.control_addresses[0],
+                kind_of(type(message)),
+                message.encode(),
+                timeout_seconds=CALL_SECONDS,
             )
         return None
 
     async def tell_all(self, message: Message) -> None:
-        await asyncio.gather(*(self.tell(member, message) for member in (await self.victims()).values()))
+        await asyncio.gather(
+            *(self.tell(member, message) for member in (await self.victims()).values())
+        )
 
     async def hear(self) -> Ready:
         """The next ready message of an honest island."""
@@ -106,7 +121,9 @@ class Speaker:
 
 
 @asynccontextmanager
-async def speaker(config: Config, name: str, key: IslandKey | None = None) -> AsyncIterator[Speaker]:
+async def speaker(
+    config: Config, name: str, key: IslandKey | None = None
+) -> AsyncIterator[Speaker]:
     """Open the network under a name. The config says whether the run key is known."""
     key = key or IslandKey.generate()
     settings = NetworkSettings(
@@ -129,8 +146,12 @@ def fresh(name: str) -> str:
     return f"{name}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
-def spoken(say: Callable[[Speaker], Awaitable[None]], num_speakers: int = 1, prefix: str = "ghost") -> Work:
-    """The work of an attacking process: so many speakers, each with a name and key of its own, do `say` for ever."""
+def spoken(
+    say: Callable[[Speaker], Awaitable[None]], num_speakers: int = 1, prefix: str = "ghost"
+) -> Work:
+    """The work of an attacking process: so many speakers, each with a name and key of its own, do
+    `say` for ever.
+    """
 
     async def one(config: Config) -> None:
         async with speaker(config, fresh(prefix)) as made:

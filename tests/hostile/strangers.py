@@ -1,4 +1,6 @@
-"""What an attacker without the run key does: raw bytes on an island's ports, and records where everybody may write."""
+"""What an attacker without the run key does: raw bytes on an island's ports, and records where
+everybody may write.
+"""
 
 import asyncio
 import os
@@ -32,15 +34,21 @@ Opener = Callable[[str], Awaitable[Pair]]
 
 
 @asynccontextmanager
-async def openers(config: Config, purposes: tuple[str, ...] = ("control",)) -> AsyncIterator[list[Opener]]:
-    """One opener for each purpose of streams; over tls before and within TLS. Over gloo only calls have streams."""
+async def openers(
+    config: Config, purposes: tuple[str, ...] = ("control",)
+) -> AsyncIterator[list[Opener]]:
+    """One opener for each purpose of streams; over tls before and within TLS. Over gloo only calls
+    have streams.
+    """
     if config.outer.network.meets_at == "rendezvous":
         yield [dial] if config.outer.transport == "gloo" else [dial, dial_within_tls]
         return
     daemon = await stranger_daemon(config)
 
     def opener(purpose: str) -> Opener:
-        return lambda target: daemon.open_stream(parse_address(target), stream_name(config.name, purpose, 0))  # pyright: ignore
+        return lambda target: daemon.open_stream(
+            parse_address(target), stream_name(config.name, purpose, 0)
+        )  # pyright: ignore
 
     try:
         yield [opener(purpose) for purpose in purposes]
@@ -54,11 +62,15 @@ async def dial_within_tls(target: str) -> Pair:
 
 
 async def stranger_daemon(config: Config) -> "Daemon":
-    return await start_daemon(DaemonSettings(["/ip4/127.0.0.1/tcp/0"], bootstrap=config.island.bootstrap))
+    return await start_daemon(
+        DaemonSettings(["/ip4/127.0.0.1/tcp/0"], bootstrap=config.island.bootstrap)
+    )
 
 
 def on_streams(treat: Callable[[Config, Pair], Awaitable[None]], at_once: int) -> Work:
-    """The work that opens so many streams to each honest island, treats each, and opens another when one has ended."""
+    """The work that opens so many streams to each honest island, treats each, and opens another
+    when one has ended.
+    """
 
     async def keep_one(config: Config, open_stream: Opener, target: str) -> None:
         while True:
@@ -84,9 +96,13 @@ def on_streams(treat: Callable[[Config, Pair], Awaitable[None]], at_once: int) -
 
 async def garbage(config: Config, pair: Pair) -> None:
     """Random bytes, or a header that is right but for one byte."""
-    header = bytearray(pack_header(Header(Kind.HELLO, num_bytes=100), hash_names(config.name, "control")))
+    header = bytearray(
+        pack_header(Header(Kind.HELLO, num_bytes=100), hash_names(config.name, "control"))
+    )
     header[random.randrange(HEADER_BYTES)] ^= 1 << random.randrange(8)
-    pair[1].write(random.choice([os.urandom(random.randrange(1, 5000)), bytes(header) + os.urandom(200)]))
+    pair[1].write(
+        random.choice([os.urandom(random.randrange(1, 5000)), bytes(header) + os.urandom(200)])
+    )
     await pair[1].drain()
     await _until_closed(pair)
 
@@ -94,7 +110,9 @@ async def garbage(config: Config, pair: Pair) -> None:
 async def long_frames(config: Config, pair: Pair) -> None:
     """A first frame of 127 MB, of which as much is sent as is taken."""
     for kind in (Kind.HELLO, Kind.CALL, Kind.PAYLOAD):
-        pair[1].write(pack_header(Header(kind, num_bytes=127 << 20), hash_names(config.name, "control")))
+        pair[1].write(
+            pack_header(Header(kind, num_bytes=127 << 20), hash_names(config.name, "control"))
+        )
     for _ in range(127):
         pair[1].write(bytes(1 << 20))
         await pair[1].drain()
@@ -102,7 +120,9 @@ async def long_frames(config: Config, pair: Pair) -> None:
 
 async def half_handshakes(config: Config, pair: Pair) -> None:
     """The header of a hello, and then a byte from time to time."""
-    pair[1].write(pack_header(Header(Kind.HELLO, num_bytes=900), hash_names(config.name, "control")))
+    pair[1].write(
+        pack_header(Header(Kind.HELLO, num_bytes=900), hash_names(config.name, "control"))
+    )
     while not pair[0].at_eof():
         pair[1].write(b"{")
         await pair[1].drain()
@@ -133,8 +153,15 @@ def vandalises_the_dht(config: Config, index: int) -> None:
                 await store_record(dht, config.name, auth, name, secrets.token_bytes(1000), later)
             await store_config(dht, config.name, auth, "name: other\n", later)
             for number in range(20):
-                await dht.store(f"{config.name}/members", secrets.token_bytes(1 << 19), later, subkey=f"x{number}")
+                await dht.store(
+                    f"{config.name}/members",
+                    secrets.token_bytes(1 << 19),
+                    later,
+                    subkey=f"x{number}",
+                )
                 await store_record(dht, config.name, auth, f"x{number}", bytes(100_000), later)
-                await store_record(dht, f"run-{secrets.token_hex(4)}", auth, "x", bytes(100_000), later)
+                await store_record(
+                    dht, f"run-{secrets.token_hex(4)}", auth, "x", bytes(100_000), later
+                )
 
     asyncio.run(main())

@@ -1,4 +1,6 @@
-"""Real islands commit on, and hold one state, while somebody attacks them; and all take part when it is over."""
+"""Real islands commit on, and hold one state, while somebody attacks them; and all take part when
+it is over.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -37,13 +39,19 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opener]:
 
 def marked(attack: Attack, network: str):
     marks = [] if (attack.name, network) in SHORT else [pytest.mark.slow]
-    return pytest.param(attack, network, marks=marks, id=f"{attack.name}-{network}".replace(" ", "-"))
+    return pytest.param(
+        attack, network, marks=marks, id=f"{attack.name}-{network}".replace(" ", "-")
+    )
 
 
 @pytest.mark.parametrize(("attack", "network"), [marked(*case) for case in CASES])
-def test_the_honest_commit_on_and_agree_whatever_an_attacker_does(stage: Opener, attack: Attack, network: str):
+def test_the_honest_commit_on_and_agree_whatever_an_attacker_does(
+    stage: Opener, attack: Attack, network: str
+):
     run = stage(network)
-    outcome = run.play(attack, SHORT_SECONDS if (attack.name, network) in SHORT else SECONDS, LEAST_ROUNDS)
+    outcome = run.play(
+        attack, SHORT_SECONDS if (attack.name, network) in SHORT else SECONDS, LEAST_ROUNDS
+    )
     print(outcome)
     run.assert_well()
     assert outcome.grown < MOST_GROWTH

@@ -63,16 +63,26 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 async def call_as_strangers(
     target: Victim, names: list[str], body: bytes, seconds: float
 ) -> list[bytes | BaseException]:
-    """Call the victim in several names at once, four times in each, and return replies and errors."""
+    """Call the victim in several names at once, four times in each, and return replies and
+    errors.
+    """
     strangers = [StreamMessenger("run", Endpoint(name, 0), dial, Traffic()) for name in names]
-    calls = [s.call(target.control, "hold", body, timeout_seconds=seconds) for s in strangers for _ in range(4)]
+    calls = [
+        s.call(target.control, "hold", body, timeout_seconds=seconds)
+        for s in strangers
+        for _ in range(4)
+    ]
     results = await asyncio.gather(*calls, return_exceptions=True)
     await asyncio.gather(*(stranger.close() for stranger in strangers))
     return list(results)
 
 
-def test_a_call_that_is_too_long_is_not_read(place: tuple[str, Path | None], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rpc, "MAX_CALL_BYTES", 1 << 27)  # the stranger's own limit; the victim is another process
+def test_a_call_that_is_too_long_is_not_read(
+    place: tuple[str, Path | None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        rpc, "MAX_CALL_BYTES", 1 << 27
+    )  # the stranger's own limit; the victim is another process
     with victim("gloo", *place) as target:
         before = target.peak_bytes
         results = asyncio.run(call_as_strangers(target, ["s"], bytes(120 * MiB), 30))
@@ -86,5 +96,7 @@ def test_calls_of_strangers_fill_no_more_than_the_limit(place: tuple[str, Path |
         before = target.peak_bytes
         names = [f"s{number}" for number in range(12)]
         asyncio.run(call_as_strangers(target, names, bytes(rpc.MAX_CALL_BYTES - 64), 20))
-        limit = 32 if place[1] is not None else 400  # without a key anybody may call: 256 MiB of bodies, and copies
+        limit = (
+            32 if place[1] is not None else 400
+        )  # without a key anybody may call: 256 MiB of bodies, and copies
         assert grown(target, before) < limit

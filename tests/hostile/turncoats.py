@@ -1,7 +1,7 @@
 """Islands of the run that train and take part like the honest ones, and lie on the wire.
 
-A habit changes what an island says. It is given the kind of a call, or of a reply (`reply to vote`), and its fields,
-and returns the fields to send, or None to keep silent.
+A habit changes what an island says. It is given the kind of a call, or of a reply (`reply to
+vote`), and its fields, and returns the fields to send, or None to keep silent.
 """
 
 import asyncio
@@ -43,20 +43,34 @@ def plain_noes(kind: str, fields: Fields) -> Fields | None:
 
 
 def accusations(kind: str, fields: Fields) -> Fields | None:
-    accused = {"digest": None, "cause": "nan", "accused": HONEST[fields.get("round", 0) % len(HONEST)]}
+    accused = {
+        "digest": None,
+        "cause": "nan",
+        "accused": HONEST[fields.get("round", 0) % len(HONEST)],
+    }
     return fields | accused if kind == "vote" else fields
 
 
 def always_aborted(kind: str, fields: Fields) -> Fields | None:
-    return fields | {"outcome": "abort"} if kind in ("reply to vote", "reply to outcomequery") else fields
+    return (
+        fields | {"outcome": "abort"}
+        if kind in ("reply to vote", "reply to outcomequery")
+        else fields
+    )
 
 
 def always_committed(kind: str, fields: Fields) -> Fields | None:
-    return fields | {"outcome": "commit"} if kind in ("reply to vote", "reply to outcomequery") else fields
+    return (
+        fields | {"outcome": "commit"}
+        if kind in ("reply to vote", "reply to outcomequery")
+        else fields
+    )
 
 
 def noes_and_commits(kind: str, fields: Fields) -> Fields | None:
-    """Vote no, so that the others abort, and tell one of them who asks that the plan is committed."""
+    """Vote no, so that the others abort, and tell one of them who asks that the plan is
+    committed.
+    """
     return always_committed(kind, plain_noes(kind, fields) or fields)
 
 
@@ -64,11 +78,17 @@ def ahead(kind: str, fields: Fields) -> Fields | None:
     """Say that this island is some rounds ahead."""
     if kind not in ("status", "reply to status", "reply to ready"):
         return fields
-    return fields | {"round": fields["round"] + 2, "tokens": fields["tokens"] + (1 << 40), "digest": WRONG}
+    return fields | {
+        "round": fields["round"] + 2,
+        "tokens": fields["tokens"] + (1 << 40),
+        "digest": WRONG,
+    }
 
 
 def lies(*habits: Habit) -> Work:
-    """The work of an island that joins the run, trains, and has these habits once it has entered."""
+    """The work of an island that joins the run, trains, and has these habits once it has
+    entered.
+    """
 
     def live(runtime: Runtime) -> None:
         entered = runtime.outer.begin
@@ -95,7 +115,9 @@ def sends_noise(config: Config, index: int) -> None:
 
 
 def withholds(config: Config, index: int) -> None:
-    """Send payloads to all islands but the last of the honest ones, and accuse it of sending none."""
+    """Send payloads to all islands but the last of the honest ones, and accuse it of sending
+    none.
+    """
 
     def live(runtime: Runtime) -> None:
         transport, leader = runtime.network.transport, runtime.outer.averager.runner.leader  # pyright: ignore[reportAttributeAccessIssue]
@@ -107,7 +129,9 @@ def withholds(config: Config, index: int) -> None:
 
         def accuse(vote: Any, on_sent: Callable[[], None]) -> bool:
             accused = None if vote.digest else HONEST[-1]
-            return decide(vote.model_copy(update={"accused": accused, "waits_for_means": False}), on_sent)
+            return decide(
+                vote.model_copy(update={"accused": accused, "waits_for_means": False}), on_sent
+            )
 
         transport.send, leader.decide = send_to_some, accuse
         life.run(runtime)
@@ -157,7 +181,9 @@ def sends_long_payloads(config: Config, index: int) -> None:
     train(config, index)
 
 
-def _lives_with_payloads(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Runtime], None]:
+def _lives_with_payloads(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[Runtime], None]:
     def live(runtime: Runtime) -> None:
         transport = runtime.network.transport
         send = transport.send
@@ -172,7 +198,9 @@ async def _acquire(runtime: Runtime, habits: tuple[Habit, ...]) -> None:
     messenger: Any = runtime.network.messenger
     call, handlers = messenger.call, messenger._handlers
 
-    async def lying_call(address: str, kind: str, body: bytes, *, timeout_seconds: float, **options: Any) -> bytes:
+    async def lying_call(
+        address: str, kind: str, body: bytes, *, timeout_seconds: float, **options: Any
+    ) -> bytes:
         if (body := _falsify(habits, kind, body)) is None:
             await asyncio.sleep(timeout_seconds)
             raise DeadlineError(f"{kind} is not sent")

@@ -1,4 +1,6 @@
-"""A rank that strangers attack: python -m tests.hostile.victim KIND BOOTSTRAP KEY_FILE. It tells its address."""
+"""A rank that strangers attack: python -m tests.hostile.victim KIND BOOTSTRAP KEY_FILE. It tells
+its address.
+"""
 
 import asyncio
 import json
@@ -41,7 +43,14 @@ class Victim:
 @contextmanager
 def victim(kind: str, bootstrap: str, key_file: Path | None = None) -> Iterator[Victim]:
     """Start a victim, and kill it at the end."""
-    command = [sys.executable, "-m", "tests.hostile.victim", kind, bootstrap, *([str(key_file)] if key_file else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.hostile.victim",
+        kind,
+        bootstrap,
+        *([str(key_file)] if key_file else []),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:
         try:
@@ -52,7 +61,9 @@ def victim(kind: str, bootstrap: str, key_file: Path | None = None) -> Iterator[
 
 
 async def main(kind: str, bootstrap: str, key_file: str | None = None) -> None:
-    settings = NetworkSettings("run", "victim", 0, [bootstrap] if bootstrap else [], run_key=load_run_key(key_file))
+    settings = NetworkSettings(
+        "run", "victim", 0, [bootstrap] if bootstrap else [], run_key=load_run_key(key_file)
+    )
     network = await open_network(kind, settings)
 
     async def hold(source: Endpoint, body: bytes) -> bytes:

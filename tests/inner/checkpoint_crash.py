@@ -30,7 +30,9 @@ class Tiny:
     """A model of two matrices filled with the step number."""
 
     inner_step: int = 0
-    model_parts: list[nn.Module] = field(default_factory=lambda: [nn.Sequential(matrix(), matrix())])
+    model_parts: list[nn.Module] = field(
+        default_factory=lambda: [nn.Sequential(matrix(), matrix())]
+    )
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -43,7 +45,11 @@ class Tiny:
 
     @property
     def values(self) -> set[float]:
-        return {value for param in self.model_parts[0].parameters() for value in param.flatten().tolist()}
+        return {
+            value
+            for param in self.model_parts[0].parameters()
+            for value in param.flatten().tolist()
+        }
 
 
 def matrix() -> nn.Module:
@@ -98,7 +104,9 @@ class Heard(logging.Handler):
 
 
 def kill_before(is_the_point: Callable[[str, tuple], bool]) -> None:
-    """Make this process die by SIGKILL right before the first audit event for which `is_the_point` holds."""
+    """Make this process die by SIGKILL right before the first audit event for which `is_the_point`
+    holds.
+    """
 
     def look(event: str, args: tuple) -> None:
         # os.kill raises an audit event itself.
@@ -146,12 +154,16 @@ def while_deleting() -> Callable[[str, tuple], bool]:
 
 
 KILLS: dict[str, Callable[[], Any]] = {
-    "before_the_copy": lambda: kill_before(lambda event, args: event == "os.mkdir" and path_ends(args, ".partial")),
+    "before_the_copy": lambda: kill_before(
+        lambda event, args: event == "os.mkdir" and path_ends(args, ".partial")
+    ),
     "while_writing": kill_while_writing,
     "before_the_manifest": lambda: kill_before(
         lambda event, args: event == "open" and path_ends(args, "manifest.json") and args[1] == "w"
     ),
-    "before_the_rename": lambda: kill_before(lambda event, args: event == "os.rename" and path_ends(args, ".partial")),
+    "before_the_rename": lambda: kill_before(
+        lambda event, args: event == "os.rename" and path_ends(args, ".partial")
+    ),
     "after_the_rename": lambda: kill_before(after_the_rename()),
     "while_deleting": lambda: kill_before(while_deleting()),
 }
@@ -172,4 +184,9 @@ def recovered_on_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     heard = Heard()
     found = step_and_values(checkpoints)
     save_steps(checkpoints, 3)
-    return {"found": found, "warnings": heard.messages, "then": step_and_values(checkpoints), "names": names_in(folder)}
+    return {
+        "found": found,
+        "warnings": heard.messages,
+        "then": step_and_values(checkpoints),
+        "names": names_in(folder),
+    }

@@ -18,7 +18,9 @@ BYTE_SIZES = replace(SIZES, vocab_size=260)
 
 
 def spread_model(sizes: ModelSizes = BYTE_SIZES, seed: int = 3, seq_len: int = 32) -> Transformer:
-    """A model in which every weight matters: norms differ from one and logits differ from each other."""
+    """A model in which every weight matters: norms differ from one and logits differ from each
+    other.
+    """
     model = build_model(sizes, seed, seq_len).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():

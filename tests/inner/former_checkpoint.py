@@ -1,4 +1,6 @@
-"""Checkpoints in format 1, with the files of torch.distributed.checkpoint, and manifests that fit their files."""
+"""Checkpoints in format 1, with the files of torch.distributed.checkpoint, and manifests that fit
+their files.
+"""
 
 import hashlib
 import json
@@ -27,7 +29,9 @@ def is_former(checkpoint: Path) -> bool:
 
 
 def write_fitting_manifest(checkpoint: Path, **changes: Any) -> None:
-    """Write the manifest anew, with the sizes and hashes that the files have now and no signature."""
+    """Write the manifest anew, with the sizes and hashes that the files have now and no
+    signature.
+    """
     lines = (checkpoint / MANIFEST).read_bytes().splitlines(keepends=True)
     values = json.loads(b"".join(lines[lines.index(b"{\n") :]))
     files = {
@@ -40,10 +44,15 @@ def write_fitting_manifest(checkpoint: Path, **changes: Any) -> None:
 
 
 def to_former_format(path: Path) -> None:
-    """Replace the files of a checkpoint by those that earlier versions have written for its tensors."""
+    """Replace the files of a checkpoint by those that earlier versions have written for its
+    tensors.
+    """
     checkpoint = next(found for found in list_published(path.parent)[0] if found.path == path)
     index = read_index(checkpoint)
-    tensors = {name: torch.zeros(saved.size, dtype=saved.properties.dtype) for name, saved in index.tensors.items()}
+    tensors = {
+        name: torch.zeros(saved.size, dtype=saved.properties.dtype)
+        for name, saved in index.tensors.items()
+    }
     read_tensors(tensors, path, index, None)
     for name in checkpoint.manifest.files:
         (path / name).unlink()

@@ -1,4 +1,6 @@
-"""What somebody who can write to a folder of checkpoints may put there: pickles that make a file when they are run."""
+"""What somebody who can write to a folder of checkpoints may put there: pickles that make a file
+when they are run.
+"""
 
 import io
 import pickle
@@ -9,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from inner.checkpoint.manifest import FORMER_INDEX
 from tests.inner.former_checkpoint import to_former_format, write_fitting_manifest
@@ -26,8 +33,8 @@ class Runs:
 
 
 def poison(checkpoint: Path, how: str, marker: Path) -> None:
-    """Put a whole checkpoint into format 1, replace a part of it by something hostile, and write a manifest that
-    fits.
+    """Put a whole checkpoint into format 1, replace a part of it by something hostile, and write a
+    manifest that fits.
     """
     if not (checkpoint / FORMER_INDEX).exists():
         to_former_format(checkpoint)
@@ -41,8 +48,14 @@ def poison(checkpoint: Path, how: str, marker: Path) -> None:
 
 
 def _wanted(metadata: Metadata) -> str:
-    """Name of the tensor that every reader wants: one of the global params, or else of the params."""
-    names = [name for name in metadata.state_dict_metadata if name.startswith(("outer/params/", "params/"))]
+    """Name of the tensor that every reader wants: one of the global params, or else of the
+    params.
+    """
+    names = [
+        name
+        for name in metadata.state_dict_metadata
+        if name.startswith(("outer/params/", "params/"))
+    ]
     return min(names, key=lambda name: not name.startswith("outer/"))
 
 
@@ -83,7 +96,9 @@ def put_code_beside(metadata: Metadata, checkpoint: Path, marker: Path) -> None:
 
 def name_file_outside(metadata: Metadata, checkpoint: Path, marker: Path) -> None:
     for key, info in metadata.storage_data.items():
-        metadata.storage_data[key] = replace(info, relative_path=f"../{checkpoint.name}/{info.relative_path}")
+        metadata.storage_data[key] = replace(
+            info, relative_path=f"../{checkpoint.name}/{info.relative_path}"
+        )
 
 
 def ask_for_memory(metadata: Metadata, checkpoint: Path, marker: Path) -> None:
@@ -101,7 +116,9 @@ def repeat_a_chunk(metadata: Metadata, checkpoint: Path, marker: Path) -> None:
 
 
 def compress_a_chunk(metadata: Metadata, checkpoint: Path, marker: Path) -> None:
-    """A saved tensor whose zeros are deflated: memory for it grows a thousand times when it is read."""
+    """A saved tensor whose zeros are deflated: memory for it grows a thousand times when it is
+    read.
+    """
     shrunk = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(_saved(torch.zeros(1 << 20)))) as archive,
@@ -140,7 +157,8 @@ REFUSALS = {
     "no pickle": "refused: not a pickle of plain data",
     "half a pickle": "refused: ",
     "code beside the index": "refused: it names",
-    "code for an object": r"refused: it names torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+    "code for an object": r"refused: it names "
+    r"torch.distributed.checkpoint.metadata.BytesStorageMetadata",
     "code for a tensor": r"refused: the bytes of \S+ are not a saved tensor",
     "a file outside": "refused: it names the file '../step-",
     "a huge tensor": "has fewer bytes than its shape",

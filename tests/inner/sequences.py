@@ -41,7 +41,11 @@ def inputs(case: Case, seq_len: int) -> Inputs:
         return torch.randn(B, seq_len, num_heads, E, generator=generator).to(case.dtype).double()
 
     starts = torch.rand(B, seq_len, generator=generator) < 0.15
-    packing = pack_at(starts.long().cumsum(dim=-1).numpy(), torch.arange(seq_len)) if case.has_documents else None
+    packing = (
+        pack_at(starts.long().cumsum(dim=-1).numpy(), torch.arange(seq_len))
+        if case.has_documents
+        else None
+    )
     return Inputs(draw(H), draw(case.num_kv_heads), draw(case.num_kv_heads), draw(H), packing)
 
 
@@ -59,7 +63,9 @@ def dense_mask_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> T
     documents = torch.from_numpy(packing.sequences_BT)
     seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True).transpose(
+        1, 2
+    )
 
 
 def with_gradients(attend: Callable[..., Tensor], given: Inputs) -> list[Tensor]:
@@ -70,7 +76,9 @@ def with_gradients(attend: Callable[..., Tensor], given: Inputs) -> list[Tensor]
 
 
 def expected(given: Inputs) -> list[Tensor]:
-    return with_gradients(causal_attention if given.packing is None else dense_mask_attention, given)
+    return with_gradients(
+        causal_attention if given.packing is None else dense_mask_attention, given
+    )
 
 
 def bytes_per_attention(
@@ -80,9 +88,11 @@ def bytes_per_attention(
     cp: int,
     itemsize: int,
 ) -> tuple[int, int]:
-    """Bytes that a rank sends in one attention, (forward, backward); `q_shape` is (B, S, H, E) of the whole sequence.
+    """Bytes that a rank sends in one attention, (forward, backward); `q_shape` is (B, S, H, E) of
+    the whole sequence.
 
-    With n = B S / cp positions of its own, K key-value heads and gradients in at least fp32, with documents or without:
+    With n = B S / cp positions of its own, K key-value heads and gradients in at least fp32, with
+    documents or without:
 
                   forward                                backward
     ring          (cp - 1) 2 n K E                       the same, and (cp - 1) 2 n K E of gradients

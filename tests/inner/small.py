@@ -16,7 +16,9 @@ from inner.params import LocalParams
 from inner.trainer import Trainer, TrainerSettings
 
 # 61 tokens and 2 x 24 hidden columns: neither is a multiple of 3 or 4 ranks.
-SIZES = ModelSizes(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=50, vocab_size=61, qk_norm=True)
+SIZES = ModelSizes(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=50, vocab_size=61, qk_norm=True
+)
 SEQ_LEN = 16
 SEQUENCES = 12
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=4, tokens_per_step=SEQUENCES * SEQ_LEN)
@@ -45,7 +47,9 @@ def build_model(sizes: ModelSizes = SIZES, seed: int = 3, seq_len: int = 32) -> 
 
 
 def batch(step: int) -> Tensor:
-    """The island's sequences of a step, (SEQUENCES, SEQ_LEN + 1), with ignored tails of increasing length."""
+    """The island's sequences of a step, (SEQUENCES, SEQ_LEN + 1), with ignored tails of increasing
+    length.
+    """
     generator = torch.Generator().manual_seed(step)
     windows = torch.randint(0, SIZES.vocab_size, (SEQUENCES, SEQ_LEN + 1), generator=generator)
     # A pattern, so that there is something to learn.
@@ -67,11 +71,15 @@ def snapshot(params: LocalParams) -> list[Tensor]:
 
 
 def whole_model(params: LocalParams) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Every parameter as a matrix assembled from all ranks' slices, and the number of ranks that hold each element."""
+    """Every parameter as a matrix assembled from all ranks' slices, and the number of ranks that
+    hold each element.
+    """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, list(zip(params.slices, snapshot(params), strict=True)))
     values = {spec.name: torch.full(spec.matrix_shape, torch.nan) for spec in params.specs}
-    holders = {spec.name: torch.zeros(spec.matrix_shape, dtype=torch.int64) for spec in params.specs}
+    holders = {
+        spec.name: torch.zeros(spec.matrix_shape, dtype=torch.int64) for spec in params.specs
+    }
     for pieces in everyone:
         for held, piece in pieces:
             region = slice(*held.rows), slice(*held.cols)

@@ -26,7 +26,9 @@ sys.stdin.read()
 def test_an_atomic_write_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
     write_atomically(tmp_path / "new" / "summary.json", "one")
     write_atomically(tmp_path / "new" / "summary.json", "two \u00b5")
-    assert [(p.name, p.read_bytes()) for p in (tmp_path / "new").iterdir()] == [("summary.json", b"two \xc2\xb5")]
+    assert [(p.name, p.read_bytes()) for p in (tmp_path / "new").iterdir()] == [
+        ("summary.json", b"two \xc2\xb5")
+    ]
 
 
 def test_a_write_that_fails_names_the_file_and_keeps_the_old_one(tmp_path: Path) -> None:
@@ -49,10 +51,14 @@ def test_a_lock_is_exclusive_or_shared_and_ends_with_its_file(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["flock", "lockf"])
-def test_a_childs_copy_of_the_file_keeps_a_flock_but_not_a_process_lock(tmp_path: Path, kind: str) -> None:
+def test_a_childs_copy_of_the_file_keeps_a_flock_but_not_a_process_lock(
+    tmp_path: Path, kind: str
+) -> None:
     path = tmp_path / "lock"
     command = [sys.executable, "-c", HOLD_IN_A_CHILD, str(path), kind]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         child = int(holder.stdout.readline())
         with path.open("a") as mine:

@@ -1,4 +1,6 @@
-"""In float16 losses are scaled, and a scaled gradient that is too large skips its step on all ranks."""
+"""In float16 losses are scaled, and a scaled gradient that is too large skips its step on all
+ranks.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,7 +14,15 @@ from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from inner.trainer import StepResult, Trainer
 from tests.harness import run_ranks
-from tests.inner.small import OPTIMIZER, SIZES, batch, build_trainer, relative_error, share, snapshot
+from tests.inner.small import (
+    OPTIMIZER,
+    SIZES,
+    batch,
+    build_trainer,
+    relative_error,
+    share,
+    snapshot,
+)
 from tests.parity.meshes import PREDICT_MIXTURE, whole_gradients
 
 TOO_LARGE = 30
@@ -59,7 +69,16 @@ def live(_: int, degrees: Degrees) -> Life:
     trainer.params.write(0, torch.full(trainer.params.slices[0].shape, torch.nan))
     broken = step(trainer)
     exponent = trainer.loss_scale.exponent
-    return Life(in_float32, good, overflows, is_unchanged, since_overflows, broken, trainer.broken_since, exponent)
+    return Life(
+        in_float32,
+        good,
+        overflows,
+        is_unchanged,
+        since_overflows,
+        broken,
+        trainer.broken_since,
+        exponent,
+    )
 
 
 def step(trainer: Trainer) -> StepResult:
@@ -76,7 +95,9 @@ def test_the_norm_is_that_of_unscaled_gradients(degrees: Degrees) -> None:
 @on_meshes
 def test_overflows_are_skipped_on_all_ranks_and_are_no_broken_steps(degrees: Degrees) -> None:
     for seen in life(degrees):
-        assert all(result.overflows and result.is_skipped and result.loss for result in seen.overflows)
+        assert all(
+            result.overflows and result.is_skipped and result.loss for result in seen.overflows
+        )
         assert [result.grad_norm for result in seen.overflows] == [None] * 3
         scales = [result.loss_scale for result in seen.overflows]
         assert scales == [2.0**TOO_LARGE, 2.0**TOO_LARGE, 2.0 ** (TOO_LARGE - 1)]
@@ -112,7 +133,11 @@ def gradients_by_dtype(_: int, sizes: ModelSizes) -> list[dict[str, Any]]:
 
 
 def test_injected_losses_carry_the_scale() -> None:
-    """With losses of experts, of an extra depth and of the softmax's denominator, gradients are those of fp32."""
+    """With losses of experts, of an extra depth and of the softmax's denominator, gradients are
+    those of fp32.
+    """
     sizes = replace(PREDICT_MIXTURE, vocab_size=SIZES.vocab_size)
     exact, scaled = run_ranks(gradients_by_dtype, 1, sizes)[0]
-    assert {name: relative_error(scaled[name], exact[name]) < 0.05 for name in exact} == dict.fromkeys(exact, True)
+    assert {
+        name: relative_error(scaled[name], exact[name]) < 0.05 for name in exact
+    } == dict.fromkeys(exact, True)

@@ -9,7 +9,9 @@ from inner.errors import InputError
 from inner.import_path import is_import_path, load, source_sha256
 
 
-@pytest.mark.parametrize("name", ["adamw", "a.b", "a:b.c", "a b:c", ":a", "a:", "../a:b", "a..b:c", "1a:b", "a/b:c"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "a.b", "a:b.c", "a b:c", ":a", "a:", "../a:b", "a..b:c", "1a:b", "a/b:c"]
+)
 def test_other_names_are_no_import_paths(name: str) -> None:
     assert not is_import_path(name)
     assert is_import_path("my_package.optimizers:Lion") and is_import_path("lion:Lion")
@@ -32,7 +34,9 @@ def test_a_wrong_path_is_refused(path: str, why: str) -> None:
 def test_a_module_that_fails_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('no licence')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match="importing broken_module failed: RuntimeError: no licence"):
+    with pytest.raises(
+        InputError, match="importing broken_module failed: RuntimeError: no licence"
+    ):
         load("broken_module:Thing", "optimizer.name")
 
 
@@ -41,10 +45,15 @@ def test_what_a_module_has_imported_from_elsewhere_is_not_its_own(
 ) -> None:
     (tmp_path / "borrowing.py").write_text("from os import system\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match="a class or function that borrowing defines in borrowing; it has none"):
+    with pytest.raises(
+        InputError, match="a class or function that borrowing defines in borrowing; it has none"
+    ):
         load("borrowing:system", "optimizer.name")
 
 
 def test_the_hash_is_that_of_the_file() -> None:
     file = Path(__file__).parents[1] / "own" / "optimizers.py"
-    assert source_sha256("tests.own.optimizers:Lion", "x") == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert (
+        source_sha256("tests.own.optimizers:Lion", "x")
+        == hashlib.sha256(file.read_bytes()).hexdigest()
+    )

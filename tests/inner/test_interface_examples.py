@@ -7,7 +7,8 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "module", ["inner.data.shards", "inner.data.sources.documents", "inner.data.tokenizer", "inner.params"]
+    "module",
+    ["inner.data.shards", "inner.data.sources.documents", "inner.data.tokenizer", "inner.params"],
 )
 def test_interface_example(module: str) -> None:
     results = doctest.testmod(importlib.import_module(module), raise_on_error=True)

@@ -27,15 +27,27 @@ def test_degrees_fill_the_ranks(config: dict[str, int], num_ranks: int, degrees:
 @pytest.mark.parametrize(
     ("config", "num_ranks", "texts"),
     [
-        ({"dp_replicate": 2, "dp_shard": 2}, 6, ["dp_replicate 2 x dp_shard 2 = 4", "6 ranks", "dp_shard to 3 or -1"]),
+        (
+            {"dp_replicate": 2, "dp_shard": 2},
+            6,
+            ["dp_replicate 2 x dp_shard 2 = 4", "6 ranks", "dp_shard to 3 or -1"],
+        ),
         (
             {"dp_replicate": 2},
             3,
             ["2 does not divide", "the island's 3 ranks", "can be 1 or 3", "multiple of 2"],
         ),
-        ({"tp": 3}, 8, ["tp 3 does not divide", "the island's 8 ranks", "tp can be 1 or 2 or 4 or 8"]),
+        (
+            {"tp": 3},
+            8,
+            ["tp 3 does not divide", "the island's 8 ranks", "tp can be 1 or 2 or 4 or 8"],
+        ),
         ({"pp": 2, "cp": 3}, 8, ["pp 2 x cp 3 = 6", "8 ranks", "multiple of 6"]),
-        ({"pp": 2, "tp": 2, "dp_shard": 3}, 8, ["= 12", "8 ranks", "dp_shard to 2 or -1, or island.ranks to 12"]),
+        (
+            {"pp": 2, "tp": 2, "dp_shard": 3},
+            8,
+            ["= 12", "8 ranks", "dp_shard to 2 or -1, or island.ranks to 12"],
+        ),
         ({"pp": 16}, 8, ["pp 16", "8 ranks", "pp can be 1 or 2 or 4 or 8"]),
     ],
 )
@@ -57,7 +69,8 @@ def test_every_rank_has_a_place_of_its_own_and_neighbours_on_tp_are_neighbours()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "seq_len", "micro_batch", "ranks", "count"), [(8192, 256, 8, 2, 2), (8192, 256, 8, 4, 1)]
+    ("tokens", "seq_len", "micro_batch", "ranks", "count"),
+    [(8192, 256, 8, 2, 2), (8192, 256, 8, 4, 1)],
 )
 def test_tokens_are_spread_over_micro_batches(
     tokens: int, seq_len: int, micro_batch: int, ranks: int, count: int

@@ -1,4 +1,6 @@
-"""Slices are read and written in place, also uneven and empty ones. tests/parity tests their union."""
+"""Slices are read and written in place, also uneven and empty ones. tests/parity tests their
+union.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -37,9 +39,12 @@ def params_on_a_rank(rank: int, degrees: Degrees) -> None:
         params.write(0, torch.zeros(1, 1))
 
 
-# Four ranks: the 8 elements of a head's norm and the 61 rows of the vocabulary are cut unevenly or padded.
+# Four ranks: the 8 elements of a head's norm and the 61 rows of the vocabulary are cut unevenly or
+# padded.
 @pytest.mark.parametrize(
-    "degrees", [Degrees(), Degrees(dp_shard=3), Degrees(dp_replicate=2, dp_shard=2), Degrees(pp=2, tp=2)], ids=str
+    "degrees",
+    [Degrees(), Degrees(dp_shard=3), Degrees(dp_replicate=2, dp_shard=2), Degrees(pp=2, tp=2)],
+    ids=str,
 )
 def test_written_slices_are_read_back_in_place(degrees: Degrees) -> None:
     run_ranks(params_on_a_rank, degrees.num_ranks, degrees)
@@ -50,7 +55,9 @@ def more_ranks_than_rows_on_a_rank(rank: int, degrees: Degrees) -> tuple[int, li
     trainer = build_trainer(degrees, sizes=sizes, micro_batch=2)
     _, holders = whole_model(trainer.params)
     assert all(bool((count == 1).all()) for count in holders.values())
-    return len(trainer.params.slices), [trainer.step(share(trainer, batch(step))).loss for step in range(5)]
+    return len(trainer.params.slices), [
+        trainer.step(share(trainer, batch(step))).loss for step in range(5)
+    ]
 
 
 def test_a_rank_may_hold_nothing_of_a_parameter() -> None:
@@ -100,12 +107,17 @@ STRIDED = [
     (_StridedShard(2, split_factor=3), Shard(1)),
 ]
 EVEN = (4, 8, 12)
-SHARDED = [*product([EVEN, (3, 5, 7), (1, 8, 2), (2, 3, 4, 5)], PLACEMENTS), *product([EVEN], STRIDED)]
+SHARDED = [
+    *product([EVEN, (3, 5, 7), (1, 8, 2), (2, 3, 4, 5)], PLACEMENTS),
+    *product([EVEN], STRIDED),
+]
 """torch distributes by strided shards only if all of them are equally large."""
 
 
 def sharded_on_a_rank(rank: int) -> None:
-    """The slices of each placement hold the right values, cover the parameter once, and are written in place."""
+    """The slices of each placement hold the right values, cover the parameter once, and are written
+    in place.
+    """
     mesh = init_device_mesh("cpu", (2, 2))
     for shape, places in SHARDED:
         whole = torch.arange(float(prod(shape))).view(shape)
@@ -113,7 +125,10 @@ def sharded_on_a_rank(rank: int) -> None:
         params = LocalParams.of_tensors({"w": shape}, {"w": [tensor]})
         matrix = whole.view(matrix_shape(shape))
         for index, held in enumerate(params.slices):
-            assert torch.equal(params.read(index), matrix[slice(*held.rows), slice(*held.cols)]), (shape, places)
+            assert torch.equal(params.read(index), matrix[slice(*held.rows), slice(*held.cols)]), (
+                shape,
+                places,
+            )
             params.write(index, -params.read(index))
             live = params.live(index)
             assert live is None or torch.equal(live, params.read(index))

@@ -31,14 +31,18 @@ class Kept:
 
 def kept(_: int, optimizer: str) -> Kept:
     trainer = build_trainer(
-        Degrees(dp_shard=2), config=OPTIMIZER.model_copy(update={"name": optimizer}), compute_dtype="bfloat16"
+        Degrees(dp_shard=2),
+        config=OPTIMIZER.model_copy(update={"name": optimizer}),
+        compute_dtype="bfloat16",
     )
     (model,) = trainer.model_parts
     gradients: set[torch.dtype] = set()
     computed: set[torch.dtype] = set()
 
     def see_gradients(*_: Any) -> None:
-        gradients.update(local(param.grad).dtype for param in model.parameters() if param.grad is not None)
+        gradients.update(
+            local(param.grad).dtype for param in model.parameters() if param.grad is not None
+        )
 
     def see_output(_module: object, _inputs: object, x_BSD: Tensor) -> None:
         computed.add(x_BSD.dtype)

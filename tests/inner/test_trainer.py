@@ -15,7 +15,15 @@ from inner.errors import InputError, TrainingStopped
 from inner.mesh import Degrees
 from inner.trainer import StepResult, Trainer
 from tests.harness import run_ranks
-from tests.inner.small import OPTIMIZER, SIZES, batch, build_trainer, relative_error, share, snapshot
+from tests.inner.small import (
+    OPTIMIZER,
+    SIZES,
+    batch,
+    build_trainer,
+    relative_error,
+    share,
+    snapshot,
+)
 
 ONE, FSDP2, REPLICATE2 = Degrees(), Degrees(dp_shard=2), Degrees(dp_replicate=2)
 
@@ -55,7 +63,9 @@ def accumulation_on_a_rank(rank: int, degrees: Degrees, accumulate: str) -> dict
         train(trainer, 1)
         with CountOps() as ops:
             results = train(trainer, 4)
-        found["reductions"].append(sum("c10d" in name and "reduce_scatter" in name for name in ops.names))
+        found["reductions"].append(
+            sum("c10d" in name and "reduce_scatter" in name for name in ops.names)
+        )
         found["losses"].append([result.loss for result in results])
         found["params"].append(snapshot(trainer.params))
     return found
@@ -67,7 +77,9 @@ def accumulated() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("how", ["sharded", "whole"])
-def test_many_small_micro_batches_equal_few_large_ones(accumulated: dict[str, list[dict[str, Any]]], how: str) -> None:
+def test_many_small_micro_batches_equal_few_large_ones(
+    accumulated: dict[str, list[dict[str, Any]]], how: str
+) -> None:
     for found in accumulated[how]:
         assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6)
         errors = [relative_error(*pair) for pair in zip(*found["params"], strict=True)]
@@ -93,13 +105,17 @@ def precision_on_a_rank(rank: int) -> dict[str, Any]:
         found["rope"] |= {args[1].dtype}
 
     trainer.model_parts[0].layers["1"].register_forward_hook(note_layer)
-    trainer.model_parts[0].register_forward_hook(lambda _module, _args, out: found.update(loss=out.dtype))
+    trainer.model_parts[0].register_forward_hook(
+        lambda _module, _args, out: found.update(loss=out.dtype)
+    )
 
     def note_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             found["dtypes"] |= {param.dtype, param.grad.dtype}
             state = optimizer.state.get(param, {})
-            found["dtypes"] |= {state[key].dtype for key in ("exp_avg", "exp_avg_sq") if key in state}
+            found["dtypes"] |= {
+                state[key].dtype for key in ("exp_avg", "exp_avg_sq") if key in state
+            }
 
     register_optimizer_step_pre_hook(note_optimizer)
     found["bfloat16"] = [result.loss for result in train(trainer, 12)]
@@ -145,8 +161,12 @@ def poison_gradient(trainer: Trainer) -> Any:
     return trainer.model_parts[0].register_forward_hook(hook)
 
 
-def poisoned_on_a_rank(rank: int, degrees: Degrees, poison: Callable[[Trainer], Any]) -> dict[str, Any]:
-    """Two good steps, two poisoned on rank 1 only, a good one, then poisoned ones until the trainer stops."""
+def poisoned_on_a_rank(
+    rank: int, degrees: Degrees, poison: Callable[[Trainer], Any]
+) -> dict[str, Any]:
+    """Two good steps, two poisoned on rank 1 only, a good one, then poisoned ones until the trainer
+    stops.
+    """
     config = OPTIMIZER.model_copy(update={"max_skipped_steps": 2})
     trainer = build_trainer(degrees, config=config)
     train(trainer, 2)
@@ -168,13 +188,17 @@ def poisoned_on_a_rank(rank: int, degrees: Degrees, poison: Callable[[Trainer], 
     return found
 
 
-@pytest.mark.parametrize("degrees", [FSDP2, REPLICATE2, Degrees(tp=2), Degrees(cp=2), Degrees(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [FSDP2, REPLICATE2, Degrees(tp=2), Degrees(cp=2), Degrees(pp=2)], ids=str
+)
 @pytest.mark.parametrize("poison", [poison_loss, poison_gradient])
 def test_one_ranks_poison_is_skipped_by_all_and_stops_all_at_the_limit(
     degrees: Degrees, poison: Callable[[Trainer], Any]
 ) -> None:
     for found in run_ranks(poisoned_on_a_rank, 2, degrees, poison):
-        assert [(step.is_skipped, step.loss, step.grad_norm) for step in found["skipped"]] == [(True, None, None)] * 2
+        assert [(step.is_skipped, step.loss, step.grad_norm) for step in found["skipped"]] == [
+            (True, None, None)
+        ] * 2
         assert [step.step for step in found["skipped"]] == [3, 4]
         assert found["is_unchanged"]
         # The good step resets the count: three in a row stop the island, not five in total.
@@ -226,7 +250,9 @@ def rerun_on_a_rank(rank: int, degrees: Degrees) -> list[tuple[list[float | None
     return found
 
 
-@pytest.mark.parametrize("degrees", [FSDP2, REPLICATE2, Degrees(pp=2, tp=2), Degrees(cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [FSDP2, REPLICATE2, Degrees(pp=2, tp=2), Degrees(cp=2)], ids=str
+)
 def test_a_rerun_gives_the_same_bits(degrees: Degrees) -> None:
     for first, second in run_ranks(rerun_on_a_rank, degrees.num_ranks, degrees):
         assert first[0] == second[0]
@@ -267,11 +293,15 @@ def clipped_on_a_rank(rank: int) -> list[tuple[float, float]]:
     """(gradient norm before, norm of the SGD update / lr) with and without clipping."""
     found = []
     for clip_norm in (None, 0.01):
-        config = OPTIMIZER.model_copy(update={"name": "sgd", "weight_decay": 0.0, "clip_norm": clip_norm})
+        config = OPTIMIZER.model_copy(
+            update={"name": "sgd", "weight_decay": 0.0, "clip_norm": clip_norm}
+        )
         trainer = build_trainer(ONE, config=config)
         before = snapshot(trainer.params)
         result = train(trainer, 1)[0]
-        moved = torch.cat([(a - b).flatten() for a, b in zip(before, snapshot(trainer.params), strict=True)])
+        moved = torch.cat(
+            [(a - b).flatten() for a, b in zip(before, snapshot(trainer.params), strict=True)]
+        )
         found.append((result.grad_norm, float(moved.double().norm()) / result.lr))
     return found
 

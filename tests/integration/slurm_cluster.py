@@ -1,7 +1,9 @@
-"""A SLURM cluster on this machine, for tests. Needs root, and Debian's packages slurm-wlm and munge.
+"""A SLURM cluster on this machine, for tests. Needs root, and Debian's packages slurm-wlm and
+munge.
 
-A node is a slurmd in namespaces of its own (mounts, host name, processes), with an address of its own on loopback. So
-everything that runs on a node ends with its first process, as when a machine loses power.
+A node is a slurmd in namespaces of its own (mounts, host name, processes), with an address of its
+own on loopback. So everything that runs on a node ends with its first process, as when a machine
+loses power.
 """
 
 import os
@@ -56,7 +58,9 @@ GPU = "Name=gpu File=/dev/null\n"
 
 
 class Cluster:
-    """The nodes n1, n2, ... with one CPU and one pretended GPU each, and the commands of their users."""
+    """The nodes n1, n2, ... with one CPU and one pretended GPU each, and the commands of their
+    users.
+    """
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
         self.folder = folder
@@ -68,12 +72,17 @@ class Cluster:
         """Write what the daemons read."""
         first, *ports = free_ports(len(self.nodes) + 1)
         named = zip(self.nodes.items(), ports, strict=True)
-        nodes = "\n".join(NODE.format(name=name, address=address, port=port) for (name, address), port in named)
+        nodes = "\n".join(
+            NODE.format(name=name, address=address, port=port) for (name, address), port in named
+        )
         host = socket.gethostname().partition(".")[0]
         config = CONFIG.format(host=host, control_port=first, folder=self.folder, nodes=nodes)
         (self.folder / "slurm.conf").write_text(config)
         (self.folder / "gres.conf").write_text(GPU)
-        hosts = [f"127.0.0.1 localhost {host}", *(f"{address} {name}" for name, address in self.nodes.items())]
+        hosts = [
+            f"127.0.0.1 localhost {host}",
+            *(f"{address} {name}" for name, address in self.nodes.items()),
+        ]
         (self.folder / "hosts").write_text("\n".join(hosts) + "\n")
         (self.folder / "munge.key").write_bytes(secrets.token_bytes(128))
         (self.folder / "munge.key").chmod(0o400)
@@ -82,7 +91,12 @@ class Cluster:
     def start(self) -> None:
         """Start munged, slurmctld and the nodes, and wait until all nodes are idle."""
         options = {name: self.folder / f"munge.{name}" for name in ("socket", "pid", "seed", "log")}
-        names = {"socket": "--socket", "pid": "--pid-file", "seed": "--seed-file", "log": "--log-file"}
+        names = {
+            "socket": "--socket",
+            "pid": "--pid-file",
+            "seed": "--seed-file",
+            "log": "--log-file",
+        }
         words = [f"{names[key]}={path}" for key, path in options.items()]
         self._start("munged", ["munged", "-F", "-f", f"--key-file={self.folder}/munge.key", *words])
         eventually(options["socket"].exists, "the socket of munged", self.log("munged"))
@@ -90,18 +104,29 @@ class Cluster:
         for name in self.nodes:
             (self.folder / f"spool-{name}").mkdir()
             options_of_node = ["--mount", "--uts", "--pid", "--mount-proc"]
-            self._start(name, in_namespaces(options_of_node, self.folder, ["slurmd", "-D", "-N", name], name))
+            self._start(
+                name,
+                in_namespaces(options_of_node, self.folder, ["slurmd", "-D", "-N", name], name),
+            )
         logs = [self.log(name) for name in self._daemons]
         eventually(lambda: self._idle() == len(self.nodes), "all nodes idle", *logs)
 
     def _idle(self) -> int:
         command = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
-        return len(subprocess.run(command, env=self.env, capture_output=True, timeout=COMMAND_SECONDS).stdout.split())
+        return len(
+            subprocess.run(
+                command, env=self.env, capture_output=True, timeout=COMMAND_SECONDS
+            ).stdout.split()
+        )
 
     def _start(self, name: str, command: Sequence[str]) -> None:
         with self.log(name).open("wb") as log:
             self._daemons[name] = subprocess.Popen(
-                command, env=self.env, stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent
+                command,
+                env=self.env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=end_with_parent,
             )
 
     def log(self, name: str) -> Path:
@@ -121,7 +146,12 @@ class Cluster:
     def command(self, *words: str, **env: str) -> str:
         """What a SLURM command prints."""
         done = subprocess.run(
-            words, env=self.env | env, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+            words,
+            env=self.env | env,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            check=False,
         )
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -136,18 +166,25 @@ class Cluster:
         return self.command("scontrol", "show", "hostnames", self.job(number)["NodeList"]).split()
 
     def runs_again(self, number: str) -> bool:
-        """Whether a job has been queued again and runs. SLURM holds it for two minutes before it does."""
+        """Whether a job has been queued again and runs. SLURM holds it for two minutes before it
+        does.
+        """
         job = self.job(number)
         return job["Restarts"] != "0" and job["JobState"] == "RUNNING"
 
 
-def in_namespaces(options: Sequence[str], folder: Path, command: Sequence[str], host_name: str = "") -> list[str]:
+def in_namespaces(
+    options: Sequence[str], folder: Path, command: Sequence[str], host_name: str = ""
+) -> list[str]:
     """The command with the cluster's host names.
 
-    With processes of its own, the shell stays to reap what a node's jobs leave behind. Else a kill reaches the command.
+    With processes of its own, the shell stays to reap what a node's jobs leave behind. Else a kill
+    reaches the command.
     """
     run = '"$@"; exit' if "--pid" in options else 'exec "$@"'
-    script = 'mount --bind "$1" /etc/hosts && { [[ -z $2 ]] || hostname "$2"; } && shift 2 && ' + run
+    script = (
+        'mount --bind "$1" /etc/hosts && { [[ -z $2 ]] || hostname "$2"; } && shift 2 && ' + run
+    )
     words = ["bash", "-c", script, "node", str(folder / "hosts"), host_name, *command]
     return ["unshare", *options, "--fork", "--kill-child", *words]
 
@@ -166,7 +203,9 @@ def eventually(is_so: Callable[[], bool], what: str, *logs: Path) -> None:
     deadline = time.monotonic() + GUARD_SECONDS
     while not is_so():
         if time.monotonic() > deadline:
-            ends = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs if log.exists())
+            ends = "\n".join(
+                f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs if log.exists()
+            )
             raise AssertionError(f"{what} did not come:\n{ends}")
         time.sleep(0.2)
 

@@ -1,4 +1,6 @@
-"""scripts/bench/outer/outer.py: what it accepts as a synchronisation, and the script as a user runs it."""
+"""scripts/bench/outer/outer.py: what it accepts as a synchronisation, and the script as a user runs
+it.
+"""
 
 import json
 import subprocess
@@ -37,7 +39,9 @@ def test_the_outer_step_on_the_mean_is_accepted_in_every_round_with_one_digest()
         for model in models:
             model.train()
         for number, param in enumerate(params):
-            param.grad = param.detach() - (models[0].tensors[number] + models[1].tensors[number]) / 2
+            param.grad = (
+                param.detach() - (models[0].tensors[number] + models[1].tensors[number]) / 2
+            )
         optimizer.step()
         for model in models:
             for values, param in zip(model.tensors, params, strict=True):
@@ -55,7 +59,9 @@ def test_params_that_were_not_synchronised_are_a_wrong_result():
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS + 60)
 def test_each_synchronisation_is_timed_and_gives_the_state_that_plain_torch_gives(tmp_path: Path):
-    """A result that differs from plain torch's, or between the islands, would make its row a failure."""
+    """A result that differs from plain torch's, or between the islands, would make its row a
+    failure.
+    """
     command = [
         sys.executable,
         "scripts/bench/outer/outer.py",
@@ -68,7 +74,11 @@ def test_each_synchronisation_is_timed_and_gives_the_state_that_plain_torch_give
     ]
     command += ["--what", "plain-sync,gloo-sync", "--codecs", "fp32,int4", "--repeats", "1"]
     done = subprocess.run(
-        [*command, "--json", str(tmp_path / "rows.json")], cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS
+        [*command, "--json", str(tmp_path / "rows.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
@@ -93,7 +103,16 @@ def test_each_reduce_is_timed_and_gives_all_islands_the_same(tmp_path: Path):
         "--islands",
         "2",
     ]
-    command += ["--what", "torch,gloo", "--codecs", "fp32", "--repeats", "1", "--json", str(tmp_path / "rows.json")]
+    command += [
+        "--what",
+        "torch,gloo",
+        "--codecs",
+        "fp32",
+        "--repeats",
+        "1",
+        "--json",
+        str(tmp_path / "rows.json"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
@@ -103,9 +122,20 @@ def test_each_reduce_is_timed_and_gives_all_islands_the_same(tmp_path: Path):
 
 
 def test_a_python_without_torchft_is_refused_with_the_cure():
-    command = [sys.executable, "scripts/bench/outer/outer.py", "--links", "loopback", "--what", "torchft-sync"]
+    command = [
+        sys.executable,
+        "scripts/bench/outer/outer.py",
+        "--links",
+        "loopback",
+        "--what",
+        "torchft-sync",
+    ]
     done = subprocess.run(
-        [*command, "--torchft-python", "/bin/false"], cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS
+        [*command, "--torchft-python", "/bin/false"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
     )
     assert done.returncode == 2 and "--torchft-python: got '/bin/false'" in done.stderr
     assert "--help says how to make one" in done.stderr

@@ -1,4 +1,6 @@
-"""Biases of routers are committed state: equal on islands of unequal meshes, through a kill, a joiner and a NaN."""
+"""Biases of routers are committed state: equal on islands of unequal meshes, through a kill, a
+joiner and a NaN.
+"""
 
 import json
 import signal
@@ -32,7 +34,12 @@ def train_and_return_biases(config: Config, index: int) -> dict[str, torch.Tenso
 
     def live(parts: Runtime) -> None:
         life.run(parts)
-        biases.update({buffer.name: buffer.tensor.clone() for buffer in saved_buffers(parts.trainer.model_parts)})
+        biases.update(
+            {
+                buffer.name: buffer.tensor.clone()
+                for buffer in saved_buffers(parts.trainer.model_parts)
+            }
+        )
 
     train(config, index, live)
     return biases
@@ -43,7 +50,9 @@ def test_biases_are_equal_on_all_islands_after_a_kill_a_joiner_and_a_nan(tmp_pat
     stages = {"ranks": 2, "mesh": {"pp": 2}, "faults": ["nan:1@round=2"]}
     joiner = {"ranks": 2, "mesh": {"tp": 2, "ep": 2}, "joins": True}
     islands = [EP2, stages, {}, joiner]
-    with swarm(tmp_path, *MIXTURE, "outer.rounds=12", "outer.start_islands=3", islands=islands) as made:
+    with swarm(
+        tmp_path, *MIXTURE, "outer.rounds=12", "outer.start_islands=3", islands=islands
+    ) as made:
         running = [made.start(index, train_and_return_biases) for index in range(3)]
         running[2].wait_for_round(1)
         running[2].signal(signal.SIGKILL)
@@ -66,7 +75,10 @@ def test_a_run_goes_on_with_another_ep_and_the_biases_it_has_committed(tmp_path:
     with swarm(tmp_path, *saving, islands=[EP2, {}]) as made:
         made.start_all()
         until(
-            lambda: len({path.parent for path in tmp_path.glob("**/checkpoints/step-????????")}) == 2, "both have saved"
+            lambda: (
+                len({path.parent for path in tmp_path.glob("**/checkpoints/step-????????")}) == 2
+            ),
+            "both have saved",
         )
     _, before = read_global_params(tmp_path / "test", "island-0")
     with swarm(tmp_path, *saving, islands=[{}, EP2]) as made:

@@ -1,4 +1,6 @@
-"""All places show the same figures of a run: a real one with a join, an abort, a leave, and a kill and a return."""
+"""All places show the same figures of a run: a real one with a join, an abort, a leave, and a kill
+and a return.
+"""
 
 import io
 import re
@@ -37,21 +39,36 @@ NAMES = ("island-0", "island-1", "island-2")
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run whose second island sends nan, is killed and comes back, and whose third joins and leaves."""
+    """The folder of a run whose second island sends nan, is killed and comes back, and whose third
+    joins and leaves.
+    """
     folder = tmp_path_factory.mktemp("storm")
     settings = (f"outer.rounds={NUM_ROUNDS}", "outer.start_islands=2", "evaluate.every_rounds=2")
-    with swarm(folder, *settings, islands=[{}, {"faults": ["nan:1@round=2"]}, {"joins": True}]) as made:
+    with swarm(
+        folder, *settings, islands=[{}, {"faults": ["nan:1@round=2"]}, {"joins": True}]
+    ) as made:
         pace = train_at_pace(0.05)
         first, second = (made.start(index, pace) for index in (0, 1))
         first.wait_for_round(3)
         third = made.start(2, pace)
-        until(lambda: len(third.committed()) >= 2, "rounds with the third island", first, second, third)
+        until(
+            lambda: len(third.committed()) >= 2,
+            "rounds with the third island",
+            first,
+            second,
+            third,
+        )
         end(third)
         second.signal(signal.SIGKILL)
         second.wait()
         made_before = len(second.committed())
         second = made.start(1, pace)
-        until(lambda: len(second.committed()) >= made_before + 2, "the return of the second island", first, second)
+        until(
+            lambda: len(second.committed()) >= made_before + 2,
+            "the return of the second island",
+            first,
+            second,
+        )
         end(first)
         end(second)
         return first.folder.parent
@@ -69,7 +86,9 @@ def truth(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def count(records: list[dict[str, Any]]) -> dict[str, Any]:
-    steps, rounds, evals = ([r for r in records if r["kind"] == kind] for kind in ("step", "round", "eval"))
+    steps, rounds, evals = (
+        [r for r in records if r["kind"] == kind] for kind in ("step", "round", "eval")
+    )
     commits = [r for r in rounds if r["committed"]]
     return {
         "step": steps[-1]["step"],
@@ -106,7 +125,9 @@ def union(truth: dict[str, dict[str, Any]], key: str) -> int:
 
 
 def test_the_run_had_what_the_others_count(run_dir: Path, truth: dict[str, dict[str, Any]]) -> None:
-    assert union(truth, "aborts") > 0 and len(truth["island-2"]["commits"]) < union(truth, "commits")
+    assert union(truth, "aborts") > 0 and len(truth["island-2"]["commits"]) < union(
+        truth, "commits"
+    )
     own = [r["tokens"] for r in read_records(run_dir / "island-1" / METRICS) if r["kind"] == "step"]
     assert any(after <= before for before, after in pairwise(own)), "its own total began anew"
 
@@ -117,7 +138,11 @@ def test_status_shows_them(run_dir: Path, truth: dict[str, dict[str, Any]]) -> N
     assert f": 3 islands, {newest(truth)} of {NUM_ROUNDS} rounds" in text
     assert_rows(text, truth)
     told = seen.to_json()
-    assert (told["num_rounds"], told["num_steps"], told["round"]) == (NUM_ROUNDS, NUM_STEPS, newest(truth))
+    assert (told["num_rounds"], told["num_steps"], told["round"]) == (
+        NUM_ROUNDS,
+        NUM_STEPS,
+        newest(truth),
+    )
     assert_values(told["islands"], truth)
 
 
@@ -127,7 +152,9 @@ def newest(truth: dict[str, dict[str, Any]]) -> int:
 
 def assert_rows(text: str, truth: dict[str, dict[str, Any]]) -> None:
     for name, island in truth.items():
-        assert re.search(rf"{name}\s.*{row_of(island)}", text), f"{row_of(island)} is not in\n{text}"
+        assert re.search(rf"{name}\s.*{row_of(island)}", text), (
+            f"{row_of(island)} is not in\n{text}"
+        )
 
 
 def assert_values(islands: list[dict[str, Any]], truth: dict[str, dict[str, Any]]) -> None:
@@ -137,7 +164,9 @@ def assert_values(islands: list[dict[str, Any]], truth: dict[str, dict[str, Any]
     }
 
 
-def test_watch_shows_them_as_text_and_as_json(run_dir: Path, truth: dict[str, dict[str, Any]]) -> None:
+def test_watch_shows_them_as_text_and_as_json(
+    run_dir: Path, truth: dict[str, dict[str, Any]]
+) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     prediction = RunPrediction(RunView(run_dir))
     console.print(render(prediction))
@@ -146,8 +175,15 @@ def test_watch_shows_them_as_text_and_as_json(run_dir: Path, truth: dict[str, di
     state = prediction.state()
     assert_values(state["islands"], truth)
     assert f"the {NUM_ROUNDS - newest(truth)} rounds to come" in text
-    assert (state["num_rounds"], state["round"], state["num_islands"]) == (NUM_ROUNDS, newest(truth), 3)
-    assert (state["committed"], state["aborted"]) == (union(truth, "commits"), union(truth, "aborts"))
+    assert (state["num_rounds"], state["round"], state["num_islands"]) == (
+        NUM_ROUNDS,
+        newest(truth),
+        3,
+    )
+    assert (state["committed"], state["aborted"]) == (
+        union(truth, "commits"),
+        union(truth, "aborts"),
+    )
     assert state["tokens"] == sum(island["tokens"] for island in truth.values())
 
 
@@ -159,7 +195,11 @@ def test_the_page_gets_them(run_dir: Path, truth: dict[str, dict[str, Any]]) -> 
     for name, island in truth.items():
         rows = snapshot["islands"][name]
         assert (rows["steps"][-1][1], rows["steps"][-1][2]) == (island["step"], island["tokens"])
-        assert rows["rounds"][-1][6:9] == [island["bytes_sent"], len(island["commits"]), len(island["aborts"])]
+        assert rows["rounds"][-1][6:9] == [
+            island["bytes_sent"],
+            len(island["commits"]),
+            len(island["aborts"]),
+        ]
         assert rows["rounds"][-1][19] == island["round"]
 
 
@@ -179,7 +219,9 @@ def samples(island: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "aborted_total", len(island["aborts"])
 
 
-def test_the_summary_and_the_report_show_them(run_dir: Path, truth: dict[str, dict[str, Any]]) -> None:
+def test_the_summary_and_the_report_show_them(
+    run_dir: Path, truth: dict[str, dict[str, Any]]
+) -> None:
     run = read_run(run_dir)
     summary = summarise_records(run)
     assert summary["num_islands"] == 3
@@ -191,7 +233,11 @@ def test_the_summary_and_the_report_show_them(run_dir: Path, truth: dict[str, di
     html = write_report(run, summary, run_dir.parent / "out").read_text()
     for name, island in truth.items():
         (row,) = re.findall(rf"<td>{name}</td>(?:\s*<td>[^<]*</td>)+", html)
-        shown = (human_count(island["tokens"]), str(len(island["commits"])), human_bytes(island["bytes_sent"]))
+        shown = (
+            human_count(island["tokens"]),
+            str(len(island["commits"])),
+            human_bytes(island["bytes_sent"]),
+        )
         assert all(f"<td>{cell}</td>" in row for cell in shown)
 
 
@@ -209,10 +255,15 @@ def test_the_dashboard_shows_them(run_dir: Path, truth: dict[str, dict[str, Any]
     decided = f"{union(truth, 'commits')} committed {union(truth, 'aborts')} aborted"
     sent = human_bytes(sum(island["bytes_sent"] for island in truth.values()))
     assert f"step {step}/{NUM_STEPS} | round {newest(truth)} | {decided} | loss " in line
-    assert f"| held-out {human_loss(last_evaluated(truth)['heldout_loss'])} |" in line and line.endswith(f"sent {sent}")
+    assert (
+        f"| held-out {human_loss(last_evaluated(truth)['heldout_loss'])} |" in line
+        and line.endswith(f"sent {sent}")
+    )
 
 
-def test_the_first_lines_are_the_same_everywhere(run_dir: Path, truth: dict[str, dict[str, Any]]) -> None:
+def test_the_first_lines_are_the_same_everywhere(
+    run_dir: Path, truth: dict[str, dict[str, Any]]
+) -> None:
     (seen,) = find_status(str(run_dir), [], None)
     assert seen.overview is not None
     headline, since = seen.overview.head
@@ -231,10 +282,15 @@ def test_the_first_lines_are_the_same_everywhere(run_dir: Path, truth: dict[str,
     assert f"{human_bytes(sum(island['bytes_sent'] for island in truth.values()))} sent" in headline
 
 
-def test_the_kill_the_join_and_the_aborts_are_told(run_dir: Path, truth: dict[str, dict[str, Any]]) -> None:
+def test_the_kill_the_join_and_the_aborts_are_told(
+    run_dir: Path, truth: dict[str, dict[str, Any]]
+) -> None:
     (seen,) = find_status(str(run_dir), [], None)
     assert seen.overview is not None
-    assert re.search(r"island-1 died once", seen.overview.since) and "island-2 joined" in seen.overview.since
+    assert (
+        re.search(r"island-1 died once", seen.overview.since)
+        and "island-2 joined" in seen.overview.since
+    )
     count = union(truth, "aborts")
     assert f"{count} attempt{'s' if count > 1 else ''} aborted" in seen.overview.since
     summary = summarise_records(read_run(run_dir))

@@ -1,4 +1,6 @@
-"""Islands in float16 with other overflows commit equal digests, and continue from the smallest loss scale."""
+"""Islands in float16 with other overflows commit equal digests, and continue from the smallest loss
+scale.
+"""
 
 from pathlib import Path
 
@@ -13,11 +15,18 @@ from tests.swarm import swarm
 
 FIRST_EXPONENTS = 10, 30
 """The first overflows never, the second at once."""
-FLOAT16 = ("outer.rounds=4", "island.compute_dtype=float16", "outer.wait_for=all", "island.checkpoint.every_rounds=1")
+FLOAT16 = (
+    "outer.rounds=4",
+    "island.compute_dtype=float16",
+    "outer.wait_for=all",
+    "island.checkpoint.every_rounds=1",
+)
 
 
 def train_and_return_exponent(config: Config, index: int) -> int:
-    """Train an island, with a loss scale of its own at first unless it resumes; its last exponent."""
+    """Train an island, with a loss scale of its own at first unless it resumes; its last
+    exponent.
+    """
     exponents: list[int] = []
 
     def live(parts: Runtime) -> None:
@@ -46,7 +55,9 @@ def go_on_and_return_scale(config: Config, index: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_islands_with_other_overflows_commit_equal_digests_and_continue_from_the_smallest_scale(tmp_path: Path) -> None:
+def test_islands_with_other_overflows_commit_equal_digests_and_continue_from_the_smallest_scale(
+    tmp_path: Path,
+) -> None:
     with swarm(tmp_path, *FLOAT16, islands=[{}, {}]) as made:
         islands = made.start_all(train_and_return_exponent)
         for island in islands:
@@ -62,4 +73,7 @@ def test_islands_with_other_overflows_commit_equal_digests_and_continue_from_the
         islands = made.start_all(go_on_and_return_scale)
         for island in islands:
             island.finish()
-        assert [island.result() for island in islands] == [(FIRST_EXPONENTS[0], 8), (FIRST_EXPONENTS[0], 6)]
+        assert [island.result() for island in islands] == [
+            (FIRST_EXPONENTS[0], 8),
+            (FIRST_EXPONENTS[0], 6),
+        ]

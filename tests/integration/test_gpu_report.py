@@ -1,4 +1,6 @@
-"""`python -m scripts.gpu_report`: it runs on a CPU as it is, and what goes wrong is a line of the report."""
+"""`python -m scripts.gpu_report`: it runs on a CPU as it is, and what goes wrong is a line of the
+report.
+"""
 
 import json
 import math
@@ -40,21 +42,38 @@ for section in SECTIONS:
 import os
 os._exit(0)
 """
-"""All sections that take one GPU, in one process, but the whole runs, which `test_the_whole_report` has."""
+"""All sections that take one GPU, in one process, but the whole runs, which `test_the_whole_report`
+has.
+"""
 MAY_BE_ABSENT = "hivemind", "datasets", "fastapi"
 """Packages that a machine for a short measurement need not have."""
 
 
 @pytest.mark.timeout(GUARD_SECONDS + 60)
-def test_the_sections_for_one_gpu_give_what_they_promise_on_a_cpu_without_optional_packages(tmp_path: Path):
+def test_the_sections_for_one_gpu_give_what_they_promise_on_a_cpu_without_optional_packages(
+    tmp_path: Path,
+):
     python = make_python_without(MAY_BE_ABSENT, tmp_path)
     assert find_installed(python, MAY_BE_ABSENT) == []
-    done = subprocess.run([python, "-c", HERE], cwd=ROOT, capture_output=True, text=True, timeout=GUARD_SECONDS)
-    lines = [line.removeprefix("ROWS") for line in done.stdout.splitlines() if line.startswith("ROWS")]
+    done = subprocess.run(
+        [python, "-c", HERE], cwd=ROOT, capture_output=True, text=True, timeout=GUARD_SECONDS
+    )
+    lines = [
+        line.removeprefix("ROWS") for line in done.stdout.splitlines() if line.startswith("ROWS")
+    ]
     found = dict(json.loads(line) for line in lines)
-    names = [section.name for section in SECTIONS if section.min_devices == 1 and section.name != "islands"]
+    names = [
+        section.name
+        for section in SECTIONS
+        if section.min_devices == 1 and section.name != "islands"
+    ]
     assert list(found) == names, done.stderr[-2000:]
-    assert [row for rows in found.values() for row in rows if "problem" in row or not row.get("ok", True)] == []
+    assert [
+        row
+        for rows in found.values()
+        for row in rows
+        if "problem" in row or not row.get("ok", True)
+    ] == []
     speed = {row["name"]: row for row in found["speed-1b"]}
     for name in ("ours eager", "plain eager"):
         assert speed[name]["tokens_per_s"] > 0
@@ -62,23 +81,44 @@ def test_the_sections_for_one_gpu_give_what_they_promise_on_a_cpu_without_option
     assert speed["ours / plain"]["ratio"] > 0
     assert len(found["numerics"]) == 12 and len(found["memory"]) == 6
     step = {row["name"]: row for row in found["step"]}
-    assert step["crossings"]["budget"] > 0 and 0 <= step["device, eager"]["idle_share"] < 1 and len(step) > 5
-    assert {"snapshot (pseudo-gradient), later", "checkpoint"} <= {row["name"] for row in found["outer"]}
+    assert (
+        step["crossings"]["budget"] > 0
+        and 0 <= step["device, eager"]["idle_share"] < 1
+        and len(step) > 5
+    )
+    assert {"snapshot (pseudo-gradient), later", "checkpoint"} <= {
+        row["name"] for row in found["outer"]
+    }
     assert found["attention"][0]["chosen"] and found["group"][-1]["exit_status"] == HUNG
 
 
 def find_installed(python: Path, packages: tuple[str, ...]) -> list[str]:
     """Which of these packages that Python finds."""
-    code = f"import importlib.util; print(*[name for name in {packages} if importlib.util.find_spec(name)])"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        f"import importlib.util; print(*[name for name in {packages} if "
+        "importlib.util.find_spec(name)])"
+    )
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
 
 
 @pytest.mark.timeout(GUARD_SECONDS + 60)
 def test_the_command_writes_its_report_as_text_and_as_json(tmp_path: Path):
-    command = [sys.executable, "-m", "scripts.gpu_report", "--device", "cpu", "--only", "environment"]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.gpu_report",
+        "--device",
+        "cpu",
+        "--only",
+        "environment",
+    ]
     command += ["--json", str(tmp_path / "report.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=GUARD_SECONDS)
-    assert done.returncode == 0 and "== environment: ended" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "== environment: ended" in done.stdout, (
+        done.stdout + done.stderr
+    )
     (section,) = json.loads((tmp_path / "report.json").read_text())["sections"]
     assert section["rows"][0]["torch"] in done.stdout and section["problem"] == ""
 
@@ -103,18 +143,25 @@ def test_what_differs_is_marked_and_what_libraries_print_is_no_row():
 
 def test_a_row_that_cannot_be_measured_does_not_end_its_section():
     rows = list(guarded("layers", lambda: {"value": 1 / 0}))
-    assert rows == [{"name": "layers", "problem": "ZeroDivisionError: division by zero", "ok": False}]
+    assert rows == [
+        {"name": "layers", "problem": "ZeroDivisionError: division by zero", "ok": False}
+    ]
 
 
 def test_sections_for_two_gpus_are_left_out_on_one():
     section = next(section for section in SECTIONS if section.name == "meshes")
     assert find_obstacle(section, 2) == ""
     assert find_obstacle(section, 1) == "it takes 2 GPUs, and torch finds 1"
-    assert SectionReport("meshes", "does not apply").is_good and not SectionReport("meshes", "left out").is_good
+    assert (
+        SectionReport("meshes", "does not apply").is_good
+        and not SectionReport("meshes", "left out").is_good
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_schedule_and_context_method_has_a_mesh_of_two_ranks_that_can_train_the_case(device: str):
+def test_every_schedule_and_context_method_has_a_mesh_of_two_ranks_that_can_train_the_case(
+    device: str,
+):
     case = build_case(Place(device))
     for degrees, settings in MESHES.values():
         assert degrees.num_ranks == 2
@@ -141,7 +188,9 @@ def test_what_matters_most_is_compared_first():
     cases = list(list_cases(Place("cuda")))
     assert cases[0] == ("bfloat16", False, "none", False) and len(set(cases)) == len(cases) == 16
     assert [case[0] for case in cases if case[3]] == ["bfloat16", "bfloat16", "float32", "float32"]
-    assert [case for case in cases if not case[3]] == list(list_cases(Place("cuda", with_compile=False)))
+    assert [case for case in cases if not case[3]] == list(
+        list_cases(Place("cuda", with_compile=False))
+    )
 
 
 def test_annotations_are_no_kernels_and_operations_are_named_with_their_own_time():

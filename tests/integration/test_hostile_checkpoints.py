@@ -1,4 +1,6 @@
-"""Every way to read a checkpoint that others could write: resuming, the commands, weights to start from, the mirror."""
+"""Every way to read a checkpoint that others could write: resuming, the commands, weights to start
+from, the mirror.
+"""
 
 import pickle
 import shutil
@@ -71,7 +73,9 @@ def test_a_command_reads_the_checkpoint_of_a_run(run: Path, command: str) -> Non
 
 @pytest.mark.parametrize("how", CODE)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_runs_nothing_in_a_checkpoint(run: Path, tmp_path: Path, command: str, how: str) -> None:
+def test_a_command_runs_nothing_in_a_checkpoint(
+    run: Path, tmp_path: Path, command: str, how: str
+) -> None:
     poison(newest(run), how, tmp_path / "marker")
     done = CliRunner().invoke(app, COMMANDS[command](run))
     assert not (tmp_path / "marker").exists()
@@ -98,10 +102,14 @@ def test_a_run_that_starts_from_weights_runs_nothing_in_them(tmp_path: Path, nam
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Runs(tmp_path / "marker")))
     (tmp_path / "run.yaml").write_text(f"model: {{init_from: {folder}}}\n")
-    with pytest.raises((ConfigError, InputError), match=r"other formats are pickles|fewer than its header"):
+    with pytest.raises(
+        (ConfigError, InputError), match=r"other formats are pickles|fewer than its header"
+    ):
         pin_weights_hash(load_config(tmp_path / "run.yaml"))
         # A file with the right name is hashed first and read when the model is built.
-        CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "out")], catch_exceptions=False)
+        CliRunner().invoke(
+            app, ["export", str(folder), str(tmp_path / "out")], catch_exceptions=False
+        )
     assert not (tmp_path / "marker").exists()
 
 
@@ -117,10 +125,14 @@ def test_a_mirror_runs_nothing_in_a_checkpoint(run: Path, tmp_path: Path, how: s
     assert isinstance(done.exception, InputError) and not (tmp_path / "marker").exists()
 
 
-def test_a_run_with_a_key_takes_no_unsigned_copy_of_a_mirror(run: Path, tmp_path: Path, key_file: Path) -> None:
+def test_a_run_with_a_key_takes_no_unsigned_copy_of_a_mirror(
+    run: Path, tmp_path: Path, key_file: Path
+) -> None:
     Mirror(str(tmp_path / "mirror"), keep=1).push(newest(run).parent)
     mine = Mirror(str(tmp_path / "mirror"), 1, RunKeySigner(read_run_key(key_file)))
-    with pytest.raises(InputError, match=r"none of its checkpoints can be used; .*not sealed with a run key"):
+    with pytest.raises(
+        InputError, match=r"none of its checkpoints can be used; .*not sealed with a run key"
+    ):
         mine.pull(tmp_path / "empty")
     assert not (tmp_path / "empty").exists()
     (manifest,) = (tmp_path / "mirror").glob("step-*/" + MANIFEST)
@@ -129,19 +141,26 @@ def test_a_run_with_a_key_takes_no_unsigned_copy_of_a_mirror(run: Path, tmp_path
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_checks_the_signature(run: Path, tmp_path: Path, key_file: Path, command: str) -> None:
+def test_a_command_checks_the_signature(
+    run: Path, tmp_path: Path, key_file: Path, command: str
+) -> None:
     def error(*options: str) -> str | None:
         done = CliRunner().invoke(app, [*COMMANDS[command](run), *options])
         return None if done.exception is None else str(done.exception)
 
     key, accept = ("--run-key-file", str(key_file)), "--accept-unsigned"
-    assert "not sealed with a run key" in (text := error(*key) or "") and "--accept-unsigned" in text
+    assert (
+        "not sealed with a run key" in (text := error(*key) or "") and "--accept-unsigned" in text
+    )
     manifests = list((run / "island-0" / "checkpoints").glob("step-*/" + MANIFEST))
     for manifest in manifests:
         sign(manifest, key_file)
     assert error(*key) is None
     shutil.rmtree(run / "export", ignore_errors=True)
-    assert "sealed with a run key, and this island has none" in (text := error() or "") and "--run-key-file" in text
+    assert (
+        "sealed with a run key, and this island has none" in (text := error() or "")
+        and "--run-key-file" in text
+    )
     assert error(accept) is None
     shutil.rmtree(run / "export", ignore_errors=True)
     other = tmp_path / "other.key"
@@ -159,7 +178,9 @@ def address(key_file: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_an_island_with_a_key_signs_and_resumes_from_nothing_else(tmp_path: Path, key_file: Path, address: str) -> None:
+def test_an_island_with_a_key_signs_and_resumes_from_nothing_else(
+    tmp_path: Path, key_file: Path, address: str
+) -> None:
     def start(*settings: str) -> Island:
         own = [*SETTINGS, f"island.run_key_file={key_file}", *settings]
         with swarm(tmp_path, *own, islands=[{}], address=address) as made:

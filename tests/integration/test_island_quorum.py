@@ -1,4 +1,6 @@
-"""Real islands whose rounds wait only for a quorum: each trains at its own pace, and all hold one state."""
+"""Real islands whose rounds wait only for a quorum: each trains at its own pace, and all hold one
+state.
+"""
 
 import signal
 import time
@@ -17,11 +19,18 @@ from tests.faults.waits import all_records, assert_one_history
 from tests.swarm import Island, swarm
 
 ONE, FSDP2, SLOW = {"ranks": 1}, {"ranks": 2}, {"ranks": 1, "faults": ["slow:2x4"]}
-QUORUM = ("outer.wait_for=quorum", "outer.optimizer.delayed=true", "outer.inner_steps=4", "outer.start_islands=3")
+QUORUM = (
+    "outer.wait_for=quorum",
+    "outer.optimizer.delayed=true",
+    "outer.inner_steps=4",
+    "outer.start_islands=3",
+)
 
 
 def last_digest(island: Island) -> str:
-    """The first 12 digits of the digest of the last state that the island has committed, or taken from others."""
+    """The first 12 digits of the digest of the last state that the island has committed, or taken
+    from others.
+    """
     found = [
         record["text"].rpartition(" ")[2] if record["kind"] == "event" else record["digest"][:12]
         for record in all_records(island, ("round", "event"))
@@ -38,8 +47,15 @@ def check_equal(islands: Sequence[Island]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_islands_of_unequal_speed_and_mesh_end_with_the_tokens_of_all_and_one_state(tmp_path, fragments):
-    overrides = (*QUORUM, "outer.rounds=4", f"outer.fragments={fragments}", "outer.local_steps=dynamic")
+def test_islands_of_unequal_speed_and_mesh_end_with_the_tokens_of_all_and_one_state(
+    tmp_path, fragments
+):
+    overrides = (
+        *QUORUM,
+        "outer.rounds=4",
+        f"outer.fragments={fragments}",
+        "outer.local_steps=dynamic",
+    )
     with swarm(tmp_path, *overrides, islands=[ONE, FSDP2, SLOW]) as islands:
         running = islands.start_all()
         for island in running:
@@ -77,7 +93,12 @@ def wait_for_checkpoints(folder: Path, num_islands: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_islands_go_on_from_their_checkpoints(tmp_path, fragments):
-    overrides = (*QUORUM, "outer.rounds=20", f"outer.fragments={fragments}", "island.checkpoint.every_rounds=1")
+    overrides = (
+        *QUORUM,
+        "outer.rounds=20",
+        f"outer.fragments={fragments}",
+        "island.checkpoint.every_rounds=1",
+    )
     with swarm(tmp_path, *overrides, islands=[ONE, FSDP2, SLOW]) as islands:
         running = islands.start_all()
         wait_for_checkpoints(tmp_path, 3)
@@ -90,29 +111,43 @@ def test_islands_go_on_from_their_checkpoints(tmp_path, fragments):
         ends = [island.records("eval")[-1] for island in running]
         assert {end["round"] for end in ends} == {20}
         assert len({end["tokens"] for end in ends}) == 1
-        assert all("resumed" in [event["name"] for event in island.records("event")] for island in running)
+        assert all(
+            "resumed" in [event["name"] for event in island.records("event")] for island in running
+        )
         history = surviving_rounds(tmp_path / "test")
         assert {last_digest(island) for island in running} == {history[0].digest[:12]}
         assert ends[0]["tokens"] <= 512 * history[0].trained_units
 
 
 def surviving_rounds(run_dir: Path) -> list[RoundRecord]:
-    """The committed rounds behind the state with which the run ended, the last one first; one record of each.
+    """The committed rounds behind the state with which the run ended, the last one first; one
+    record of each.
 
-    Records of rounds that are not among them belong to a history that was thrown away: an island has committed rounds
-    that nobody had saved when all were killed, or that fewer tokens led to than to another island's state.
+    Records of rounds that are not among them belong to a history that was thrown away: an island
+    has committed rounds that nobody had saved when all were killed, or that fewer tokens led to
+    than to another island's state.
     """
-    committed = [record for island in read_run(run_dir).islands for record in distinct_commits(island.rounds)]
-    rounds = surviving_history(committed, max(committed, key=lambda record: (record.trained_units, record.round)))
+    committed = [
+        record for island in read_run(run_dir).islands for record in distinct_commits(island.rounds)
+    ]
+    rounds = surviving_history(
+        committed, max(committed, key=lambda record: (record.trained_units, record.round))
+    )
     return list({record.digest: record for record in rounds}.values())
 
 
 def surviving_checkpoint(run_dir: Path) -> tuple[str, str]:
-    """Island and digest of the saved state from which a resumed run goes on, by the rule for two histories."""
+    """Island and digest of the saved state from which a resumed run goes on, by the rule for two
+    histories.
+    """
     found = [find_newest_checkpoint(run_dir, f"island-{index}") for index in range(3)]
     facts = {one.path.parts[-3]: parse_facts(one.facts["outer"]) for one in found}
     best = max((one.position.tokens, one.position.round) for one in facts.values())
-    best_ones = {name: one for name, one in facts.items() if (one.position.tokens, one.position.round) == best}
+    best_ones = {
+        name: one
+        for name, one in facts.items()
+        if (one.position.tokens, one.position.round) == best
+    }
     counts = Counter(one.digest for one in best_ones.values())
     digest = min(counts, key=lambda digest: (-counts[digest], digest))
     return next(name for name, one in best_ones.items() if one.digest == digest), digest
@@ -121,8 +156,16 @@ def surviving_checkpoint(run_dir: Path) -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_and_resumed_the_state_is_the_one_saved_and_no_unit_is_trained_twice(tmp_path):
-    overrides = (*QUORUM, "outer.quorum=1", "outer.local_steps=dynamic", "outer.rounds=8", "outer.codec=bf16")
-    with swarm(tmp_path, *overrides, "island.checkpoint.every_rounds=1", islands=[ONE, ONE, SLOW]) as islands:
+    overrides = (
+        *QUORUM,
+        "outer.quorum=1",
+        "outer.local_steps=dynamic",
+        "outer.rounds=8",
+        "outer.codec=bf16",
+    )
+    with swarm(
+        tmp_path, *overrides, "island.checkpoint.every_rounds=1", islands=[ONE, ONE, SLOW]
+    ) as islands:
         running = islands.start_all()
         wait_for_checkpoints(tmp_path, 3)
         for island in running:
@@ -133,7 +176,9 @@ def test_killed_and_resumed_the_state_is_the_one_saved_and_no_unit_is_trained_tw
         for island in running:
             island.finish(400)
         first = next(island for island in running if island.folder.name == name)
-        assert first.events("joined")[1].endswith(f"digest {digest[:12]}"), "it goes on from the state it has saved"
+        assert first.events("joined")[1].endswith(f"digest {digest[:12]}"), (
+            "it goes on from the state it has saved"
+        )
         history = surviving_rounds(tmp_path / "test")
         assert {last_digest(island) for island in running} == {history[0].digest[:12]}
         assert digest in [record.digest for record in history], "and so does the run"

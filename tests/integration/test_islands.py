@@ -1,4 +1,6 @@
-"""Several real islands train one model with unequal meshes, a death, a joiner, and an end by signal."""
+"""Several real islands train one model with unequal meshes, a death, a joiner, and an end by
+signal.
+"""
 
 import signal
 from collections.abc import Callable
@@ -12,7 +14,12 @@ from tests.swarm import Island, swarm
 
 ONE, FSDP2 = {"ranks": 1}, {"ranks": 2}
 # Two stages on each of two ranks, both cut over two: rank-paired exchange would miss most of it.
-FOUR = {"ranks": 4, "mesh": {"pp": 2, "tp": 2}, "parallel": {"schedule": "interleaved_1f1b"}, "micro_batch": 2}
+FOUR = {
+    "ranks": 4,
+    "mesh": {"pp": 2, "tp": 2},
+    "parallel": {"schedule": "interleaved_1f1b"},
+    "micro_batch": 2,
+}
 REPLICATE2 = {"ranks": 2, "mesh": {"dp_replicate": 2}}
 END_SECONDS = 60.0
 """A process ends about 5 s after SIGTERM at most. This limit is for a busy machine."""
@@ -29,7 +36,9 @@ def unequal(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Is
     def trained(name: str) -> list[Island]:
         codec, third = UNEQUAL[name]
         settings = [f"outer.codec={codec}", "model.num_layers=4"]
-        with swarm(tmp_path_factory.mktemp("unequal"), *settings, islands=[ONE, FSDP2, third]) as islands:
+        with swarm(
+            tmp_path_factory.mktemp("unequal"), *settings, islands=[ONE, FSDP2, third]
+        ) as islands:
             for island in islands.start_all():
                 island.finish()
             return islands.started
@@ -84,7 +93,9 @@ def test_a_joiner_takes_the_state_and_commits_equal_digests(tmp_path):
         for island in (first, second, joiner):
             island.finish()
         shared = joiner.committed()
-        assert shared and min(shared) >= 2, "the joiner began from the islands' state, not from the start"
+        assert shared and min(shared) >= 2, (
+            "the joiner began from the islands' state, not from the start"
+        )
         for number, record in shared.items():
             assert record["digest"] == first.committed()[number]["digest"]
             assert record["participants"] == ["island-0", "island-1", "island-2"]
@@ -104,7 +115,9 @@ def test_a_second_island_of_the_same_name_is_refused(tmp_path):
     with swarm(tmp_path, "outer.rounds=2000", islands=[ONE]) as islands:
         first = islands.start(0)
         first.wait_for_round(0)
-        config = islands.config.model_copy(update={"islands": ({"ranks": 1, "run_dir": str(tmp_path / "other")},)})
+        config = islands.config.model_copy(
+            update={"islands": ({"ranks": 1, "run_dir": str(tmp_path / "other")},)}
+        )
         second = islands.start(0, config=config)
         assert second.wait() != [0]
         assert "an island 'island-0' is in the run already" in second.log
@@ -115,7 +128,9 @@ def test_an_island_with_another_config_is_told_which_keys_differ(tmp_path):
         first = islands.start(0)
         until(lambda: first.records("event"), "the first island's entry", first)
         other = islands.config.outer.model_copy(update={"codec": "int8"})
-        second = islands.start(1, config=islands.config.model_copy(update={"outer": other, "seed": 7}))
+        second = islands.start(
+            1, config=islands.config.model_copy(update={"outer": other, "seed": 7})
+        )
         assert second.wait() != [0]
         assert "outer.codec: here 'int8', in the run 'fp32'" in second.log
         assert "seed: here 7, in the run 0" in second.log

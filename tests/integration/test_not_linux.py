@@ -1,6 +1,8 @@
-"""Where a system lacks what Linux alone has, islands train all the same, and what cannot be done is refused.
+"""Where a system lacks what Linux alone has, islands train all the same, and what cannot be done is
+refused.
 
-tests/not_linux/sitecustomize.py takes it away from all processes of a run. No other system has been seen.
+tests/not_linux/sitecustomize.py takes it away from all processes of a run. No other system has been
+seen.
 """
 
 import json
@@ -37,10 +39,19 @@ def run_folder(tmp_path: Path) -> Path:
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     """Start a command of Python as on another system than Linux."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{NOT_LINUX}", "OMP_NUM_THREADS": "1", WHOSE: str(folder)}
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}:{NOT_LINUX}",
+        "OMP_NUM_THREADS": "1",
+        WHOSE: str(folder),
+    }
     command = [sys.executable, *words]
     return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -99,7 +110,9 @@ for read in (Path.read_text, os.stat, open, os.listdir):
 
 
 @needs_ps
-@pytest.mark.parametrize("words", [("--in-process",), ("--ranks", "2", "outer.transport=tls"), ("--ranks", "2")])
+@pytest.mark.parametrize(
+    "words", [("--in-process",), ("--ranks", "2", "outer.transport=tls"), ("--ranks", "2")]
+)
 def test_two_islands_train(run_folder: Path, words: tuple[str, ...]) -> None:
     simulate(run_folder, *words)
     log = "".join(path.read_text() for path in (run_folder / "test").glob("island-*/log.txt"))
@@ -116,7 +129,9 @@ def test_islands_train_on_shards_that_are_made_in_the_run(run_folder: Path) -> N
 def test_an_island_is_killed_with_all_its_ranks_and_comes_back(run_folder: Path) -> None:
     fault = "kill:1@round=1,back=0"
     simulate(run_folder, "--ranks", "2", "outer.transport=tls", "outer.rounds=40", "--fault", fault)
-    faults = [json.loads(line) for line in (run_folder / "test" / "faults.jsonl").read_text().splitlines()]
+    faults = [
+        json.loads(line) for line in (run_folder / "test" / "faults.jsonl").read_text().splitlines()
+    ]
     assert any("killed island-1" in json.dumps(each) for each in faults)
 
 
@@ -140,8 +155,16 @@ def test_nothing_is_left_when_the_launcher_is_killed(run_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "what", "cure"),
     [
-        (["--netns"], "network namespace, which Linux alone has", "leave them out, or run the simulation on Linux"),
-        (["--fault", "kill:1@round=1,process=rank0"], "(rank0) is found in /proc", "so that the whole island is hit"),
+        (
+            ["--netns"],
+            "network namespace, which Linux alone has",
+            "leave them out, or run the simulation on Linux",
+        ),
+        (
+            ["--fault", "kill:1@round=1,process=rank0"],
+            "(rank0) is found in /proc",
+            "so that the whole island is hit",
+        ),
     ],
 )
 def test_what_only_linux_can_do_is_refused_with_the_cure(run_folder, words, what, cure) -> None:

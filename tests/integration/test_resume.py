@@ -1,4 +1,6 @@
-"""An island that was killed continues from its checkpoint bit for bit as if it had never stopped."""
+"""An island that was killed continues from its checkpoint bit for bit as if it had never
+stopped.
+"""
 
 import logging
 import shutil
@@ -29,11 +31,17 @@ LOSSY = ["outer.codec=stat2", "outer.coding.feedback=0.9"]
 
 
 def killed_after(steps: int) -> Work:
-    """Train until the process kills itself in inner step `steps`, before the step is recorded or sent."""
+    """Train until the process kills itself in inner step `steps`, before the step is recorded or
+    sent.
+    """
 
     def work(config: Config, index: int) -> None:
         def live(parts: Runtime) -> None:
-            kill_in_step(steps, parts, lambda: come_together(Path(parts.island.run_dir), index, len(config.islands)))
+            kill_in_step(
+                steps,
+                parts,
+                lambda: come_together(Path(parts.island.run_dir), index, len(config.islands)),
+            )
             life.run(parts)
 
         train(config, index, live)
@@ -42,7 +50,9 @@ def killed_after(steps: int) -> Work:
 
 
 def come_together(folder: Path, index: int, count: int) -> None:
-    """Wait until all islands are here. If one died earlier, the others would finish the last round without it."""
+    """Wait until all islands are here. If one died earlier, the others would finish the last round
+    without it.
+    """
     (folder / f"here-{index}").touch()
     deadline = time.monotonic() + GUARD_SECONDS
     while len(list(folder.glob("here-*"))) < count:
@@ -55,7 +65,9 @@ def losses(island: Island) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in island.records("step")}
 
 
-def trained(folder: Path, *settings: str, ranks: int = 1, start: Callable[[Any], list[Island]]) -> list[Island]:
+def trained(
+    folder: Path, *settings: str, ranks: int = 1, start: Callable[[Any], list[Island]]
+) -> list[Island]:
     islands = [{"ranks": ranks}, {}]
     with swarm(folder, *EACH_ROUND, *settings, islands=islands) as made:
         found = start(made)
@@ -78,12 +90,17 @@ def stopped_and_resumed(steps: int) -> Callable[[Any], list[Island]]:
     [
         pytest.param([], id="plain", marks=pytest.mark.slow),
         pytest.param([*STREAMED, *LOSSY], id="streamed, feedback"),
-        pytest.param(["outer.merge.max_norm_zscore=3"], id="histories of norms", marks=pytest.mark.slow),
+        pytest.param(
+            ["outer.merge.max_norm_zscore=3"], id="histories of norms", marks=pytest.mark.slow
+        ),
         pytest.param(GOSSIP, id="gossip", marks=pytest.mark.slow),
     ],
 )
-def test_two_islands_killed_in_a_round_end_as_if_nothing_had_been(tmp_path: Path, settings: list[str]) -> None:
-    # On a busy machine an island may be late for a round. Both are needed, so that the other waits for it.
+def test_two_islands_killed_in_a_round_end_as_if_nothing_had_been(
+    tmp_path: Path, settings: list[str]
+) -> None:
+    # On a busy machine an island may be late for a round. Both are needed, so that the other waits
+    # for it.
     both = [] if settings == GOSSIP else ["outer.quorum=2"]
     whole = trained(tmp_path / "whole", *settings, *both, start=lambda made: made.start_all())
     broken = trained(tmp_path / "broken", *settings, *both, start=stopped_and_resumed(14))
@@ -91,7 +108,9 @@ def test_two_islands_killed_in_a_round_end_as_if_nothing_had_been(tmp_path: Path
         assert other.events("resumed")
         assert losses(one) == losses(other)
     last = max(whole[0].committed())
-    assert {i.committed()[last]["digest"] for i in [*whole, *broken]} == {whole[0].committed()[last]["digest"]}
+    assert {i.committed()[last]["digest"] for i in [*whole, *broken]} == {
+        whole[0].committed()[last]["digest"]
+    }
 
 
 def digests(island: Island, event: str) -> list[str]:
@@ -114,7 +133,8 @@ def test_global_params_are_read_from_any_mesh_by_one_process(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "before, after", [((1, 1), (2, 1)), ((2, 1), (1, 2)), ((1, 1), (1, 1, 2, 1)), ((1, 2, 1), (1, 1))]
+    "before, after",
+    [((1, 1), (2, 1)), ((2, 1), (1, 2)), ((1, 1), (1, 1, 2, 1)), ((1, 2, 1), (1, 1))],
 )
 def test_islands_go_on_with_other_meshes_and_numbers(
     tmp_path: Path, before: tuple[int, ...], after: tuple[int, ...]
@@ -122,7 +142,10 @@ def test_islands_go_on_with_other_meshes_and_numbers(
     with swarm(tmp_path, *EACH_ROUND, islands=[{"ranks": n} for n in before]) as made:
         for island in made.start_all():
             island.finish()
-        saved = {record["digest"][:12] for record in (island.committed()[LAST] for island in made.started)}
+        saved = {
+            record["digest"][:12]
+            for record in (island.committed()[LAST] for island in made.started)
+        }
     settings = [*EACH_ROUND, f"outer.rounds={END}", f"outer.quorum={len(after)}"]
     with swarm(tmp_path, *settings, islands=[{"ranks": n} for n in after]) as made:
         for island in made.start_all():
@@ -140,13 +163,19 @@ def test_the_checkpoint_of_one_island_is_enough(tmp_path: Path) -> None:
     with swarm(tmp_path, *EACH_ROUND, islands=[{}, {}]) as made:
         for island in made.start_all():
             island.finish()
-    shutil.rmtree(tmp_path / "test" / "island-1" / "checkpoints")  # Not its key, to which its name belongs.
-    with swarm(tmp_path, *EACH_ROUND, f"outer.rounds={END}", "outer.quorum=2", islands=[{}, {}]) as made:
+    shutil.rmtree(
+        tmp_path / "test" / "island-1" / "checkpoints"
+    )  # Not its key, to which its name belongs.
+    with swarm(
+        tmp_path, *EACH_ROUND, f"outer.rounds={END}", "outer.quorum=2", islands=[{}, {}]
+    ) as made:
         for island in made.start_all():
             island.finish()
         first, second = made.started
         assert first.events("resumed") and not second.events("resumed")
-        assert not second.events("joined")[-1].startswith("round 0"), "it has taken the other's state"
+        assert not second.events("joined")[-1].startswith("round 0"), (
+            "it has taken the other's state"
+        )
         assert first.committed()[END - 1]["digest"] == second.committed()[END - 1]["digest"]
 
 
@@ -154,7 +183,9 @@ def test_the_checkpoint_of_one_island_is_enough(tmp_path: Path) -> None:
 def test_an_island_alone_goes_on_with_a_second_one_and_a_quorum_of_two(tmp_path: Path) -> None:
     with swarm(tmp_path, *EACH_ROUND, islands=[{}]) as made:
         made.start(0).finish()
-    with swarm(tmp_path, *EACH_ROUND, f"outer.rounds={END}", "outer.quorum=2", islands=[{}, {}]) as made:
+    with swarm(
+        tmp_path, *EACH_ROUND, f"outer.rounds={END}", "outer.quorum=2", islands=[{}, {}]
+    ) as made:
         for island in made.start_all():
             island.finish()
         first, second = made.started
@@ -183,7 +214,9 @@ def other_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-def test_an_island_whose_disk_is_lost_goes_on_from_the_copy(tmp_path: Path, other_disk: str) -> None:
+def test_an_island_whose_disk_is_lost_goes_on_from_the_copy(
+    tmp_path: Path, other_disk: str
+) -> None:
     settings = [*EACH_ROUND, f"island.checkpoint.mirror={other_disk}"]
     with swarm(tmp_path, *settings, islands=[{}]) as made:
         made.start(0).finish()
@@ -208,15 +241,23 @@ def num_published(folder: Path) -> int:
         pytest.param(["outer.wait_for=quorum"], id="quorum", marks=pytest.mark.slow),
     ],
 )
-def test_all_islands_killed_after_the_first_commit_do_not_begin_anew(tmp_path: Path, settings: list[str]) -> None:
+def test_all_islands_killed_after_the_first_commit_do_not_begin_anew(
+    tmp_path: Path, settings: list[str]
+) -> None:
     settings = ["outer.rounds=100000", "island.checkpoint.every_rounds=1000", *settings]
     with swarm(tmp_path, *settings, islands=[{}, {}]) as made:
         for island in made.start_all():
-            until(lambda saved=island.folder / "checkpoints": num_published(saved), "a checkpoint", island)
+            until(
+                lambda saved=island.folder / "checkpoints": num_published(saved),
+                "a checkpoint",
+                island,
+            )
         made.end()
         before = {island.folder: last_round(island) for island in made.started}
         for island in made.start_all():
-            until(lambda again=island: last_round(again) > before[again.folder], "it goes on", island)
+            until(
+                lambda again=island: last_round(again) > before[again.folder], "it goes on", island
+            )
             assert int(island.events("resumed")[0].rpartition("round ")[2]) >= 1
 
 
@@ -226,11 +267,17 @@ def test_the_early_checkpoint_leaves_the_later_ones_where_they_were(tmp_path: Pa
         island = made.start(0)
         island.finish()
         saved = [found.inner_step for found in list_published(island.folder / "checkpoints")[0]]
-        assert sorted(saved) == [2, 4, 8, 10], "after the first commit, every second round and at the end"
+        assert sorted(saved) == [2, 4, 8, 10], (
+            "after the first commit, every second round and at the end"
+        )
 
 
 def test_save_now_saves_in_the_middle_of_a_round(tmp_path: Path) -> None:
-    settings = ["outer.rounds=100000", "outer.inner_steps=1000", "island.checkpoint.every_rounds=1000"]
+    settings = [
+        "outer.rounds=100000",
+        "outer.inner_steps=1000",
+        "island.checkpoint.every_rounds=1000",
+    ]
     with swarm(tmp_path, *settings, islands=[{}]) as made:
         island = made.start(0)
         until(lambda: len(island.records("step")) > 3, "it trains", island)
@@ -259,5 +306,8 @@ def test_a_run_that_goes_on_with_other_settings_says_so_at_once(tmp_path: Path) 
     with swarm(tmp_path, *settings, "outer.rounds=2", "outer.inner_steps=3", islands=[{}]) as made:
         again = made.start(0, work)
         again.finish()
-        assert "the run goes on with other settings than it was saved with; changed since: " in again.log
+        assert (
+            "the run goes on with other settings than it was saved with; changed since: "
+            in again.log
+        )
         assert "outer.inner_steps: here 3" in again.log

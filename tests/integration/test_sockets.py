@@ -1,4 +1,6 @@
-"""What listens while the commands run: on one machine nothing beyond loopback but at island.listen_host."""
+"""What listens while the commands run: on one machine nothing beyond loopback but at
+island.listen_host.
+"""
 
 import socket
 import sys
@@ -53,7 +55,9 @@ def commits(folder: Path) -> int:
 
 
 def watch(started: Started, folder: Path, is_over: Callable[[], bool]) -> set[ListeningSocket]:
-    """All sockets that have listened until `is_over()`. Fails the test when a process of it has failed."""
+    """All sockets that have listened until `is_over()`. Fails the test when a process of it has
+    failed.
+    """
 
     def look() -> bool:
         failed = [child.log_tail(40) for child in started if child.exit_code]
@@ -82,23 +86,49 @@ def own_address() -> str:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "tls", "hivemind"])
-def test_a_simulation_and_its_baseline_listen_on_loopback_only(tmp_path, values, started, transport):
+def test_a_simulation_and_its_baseline_listen_on_loopback_only(
+    tmp_path, values, started, transport
+):
     options = ["--islands", "2", "--ranks", "2", "--baseline", f"outer.transport={transport}"]
     simulation = begin(started, tmp_path / "log.txt", "simulate", *values, *options)
     seen = watch(started, tmp_path, lambda: simulation.exit_code is not None)
     assert simulation.exit_code == 0 and commits(tmp_path / "runs" / "test" / "island-1") == 3
-    assert len({each.pid for each in seen}) >= 7, "four ranks, two ranks of the baseline and the bootstrap"
+    assert len({each.pid for each in seen}) >= 7, (
+        "four ranks, two ranks of the baseline and the bootstrap"
+    )
     assert beyond_loopback(seen) == []
 
 
-@pytest.mark.parametrize(("transport", "rendezvous"), [("gloo", "tcp"), ("tls", "tcp"), ("hivemind", "dht")])
-def test_islands_and_a_joiner_listen_at_their_listen_host_only(tmp_path, values, started, transport, rendezvous):
+@pytest.mark.parametrize(
+    ("transport", "rendezvous"), [("gloo", "tcp"), ("tls", "tcp"), ("hivemind", "dht")]
+)
+def test_islands_and_a_joiner_listen_at_their_listen_host_only(
+    tmp_path, values, started, transport, rendezvous
+):
     host = own_address()
-    served = begin(started, tmp_path / "bootstrap.txt", "bootstrap", "--rendezvous", rendezvous, "--host", host)
-    address, settings = address_of(served), [f"island.listen_host={host}", LONG, "outer.start_islands=2"]
+    served = begin(
+        started, tmp_path / "bootstrap.txt", "bootstrap", "--rendezvous", rendezvous, "--host", host
+    )
+    address, settings = (
+        address_of(served),
+        [f"island.listen_host={host}", LONG, "outer.start_islands=2"],
+    )
     for index in range(2):
-        own = [f"outer.transport={transport}", f"island.index={index}", f"island.bootstrap=[{address}]"]
-        begin(started, tmp_path / f"log-{index}.txt", "launch", *values, "--ranks", "2", *own, *settings)
+        own = [
+            f"outer.transport={transport}",
+            f"island.index={index}",
+            f"island.bootstrap=[{address}]",
+        ]
+        begin(
+            started,
+            tmp_path / f"log-{index}.txt",
+            "launch",
+            *values,
+            "--ranks",
+            "2",
+            *own,
+            *settings,
+        )
     run = tmp_path / "runs" / "test"
     seen = watch(started, tmp_path, lambda: commits(run / "island-0") >= 2)
     own = [f"island.data_paths=[{tmp_path / 'text'}]", *folders(tmp_path), settings[0]]

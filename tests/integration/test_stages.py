@@ -1,4 +1,6 @@
-"""Stages of a run: real islands change mixture, length, batch and learning rate together, resumed and joined too."""
+"""Stages of a run: real islands change mixture, length, batch and learning rate together, resumed
+and joined too.
+"""
 
 import json
 import signal
@@ -39,7 +41,9 @@ def staged(folder: Path) -> list[str]:
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(60):
             (folder / name / f"{number}.txt").write_text(f"# {name} {number}\n" + TEXT * 4)
-        mixture.append({"name": name, "weight": 1, "source": "files", "paths": [str(folder / name)]})
+        mixture.append(
+            {"name": name, "weight": 1, "source": "files", "paths": [str(folder / name)]}
+        )
     own = ["data.source=python-stdlib", "data.paths=[]", f"island.cache_dir={folder}/cache"]
     return [*SETTINGS, *own, f"data.mixture={json.dumps(mixture)}", f"stages={json.dumps(STAGES)}"]
 
@@ -49,7 +53,9 @@ IN_SHARDS = ["data.order=shards", "data.shard_tokens=256"]
 
 def digests(islands: list[Island]) -> list[str]:
     """Of each round of islands that agree."""
-    found = [[record["digest"] for _, record in sorted(island.committed().items())] for island in islands]
+    found = [
+        [record["digest"] for _, record in sorted(island.committed().items())] for island in islands
+    ]
     assert all(each == found[0] for each in found)
     return found[0]
 
@@ -65,15 +71,24 @@ def prepare(config: Config, *arguments: str) -> None:
 def at_store(folder: Path) -> str:
     """The setting of a mixture whose sources are in a store."""
     names = ("code", "prose")
-    entries = [{"name": name, "weight": 1, "source": "shards", "paths": [str(folder / name)]} for name in names]
+    entries = [
+        {"name": name, "weight": 1, "source": "shards", "paths": [str(folder / name)]}
+        for name in names
+    ]
     return f"data.mixture={json.dumps(entries)}"
 
 
 def die_after(steps: int, config: Config, index: int) -> None:
-    """Train until the process kills itself in its inner step `steps`, once the others are in it, too."""
+    """Train until the process kills itself in its inner step `steps`, once the others are in it,
+    too.
+    """
 
     def killed(parts: Runtime) -> None:
-        kill_in_step(steps, parts, lambda: come_together(Path(parts.island.run_dir), index, len(config.islands)))
+        kill_in_step(
+            steps,
+            parts,
+            lambda: come_together(Path(parts.island.run_dir), index, len(config.islands)),
+        )
         live(parts)
 
     train(config, index, killed)
@@ -113,7 +128,9 @@ def test_stages_change_together_and_go_on_bit_for_bit_after_a_kill(
 
 
 @pytest.mark.slow
-def test_stages_of_text_in_shards_end_alike_tokenised_prepared_fetched_and_after_a_kill(tmp_path: Path) -> None:
+def test_stages_of_text_in_shards_end_alike_tokenised_prepared_fetched_and_after_a_kill(
+    tmp_path: Path,
+) -> None:
     settings, store = [*staged(tmp_path), *IN_SHARDS], tmp_path / "store"
     with swarm(tmp_path / "tokenised", *settings, islands=[{}, {}]) as made:
         tokenised = made.run_all()
@@ -126,7 +143,9 @@ def test_stages_of_text_in_shards_end_alike_tokenised_prepared_fetched_and_after
         cache = f"island.cache_dir={tmp_path}/{name}"
         with swarm(tmp_path / f"{name}-run", *settings, *place, cache, islands=[{}, {}]) as made:
             assert digests(made.run_all()) == expected
-    with swarm(tmp_path / "broken", *settings, f"island.cache_dir={tmp_path}/own", islands=[{}, {}]) as made:
+    with swarm(
+        tmp_path / "broken", *settings, f"island.cache_dir={tmp_path}/own", islands=[{}, {}]
+    ) as made:
         for island in made.start_all(lambda config, index: die_after(7, config, index)):
             assert island.wait() == [-signal.SIGKILL]
         assert digests(made.run_all()) == expected

@@ -1,6 +1,8 @@
-"""All islands of a run that reads text in shards end in the middle of it, and go on as if nothing had been.
+"""All islands of a run that reads text in shards end in the middle of it, and go on as if nothing
+had been.
 
-`pytest -m slow tests/integration/test_streaming_resume.py` has every way to read, both ways to end, and other islands.
+`pytest -m slow tests/integration/test_streaming_resume.py` has every way to read, both ways to end,
+and other islands.
 """
 
 import os
@@ -55,7 +57,9 @@ class Outcome:
 
 
 def outcome_of(run_dir: Path) -> Outcome:
-    committed = [record for island in read_run(run_dir).islands for record in distinct_commits(island.rounds)]
+    committed = [
+        record for island in read_run(run_dir).islands for record in distinct_commits(island.rounds)
+    ]
     last = max(committed, key=lambda record: (record.trained_units, record.round))
     survived = surviving_history(committed, last)
     units = sorted(chain.from_iterable(map(units_of, survived)))
@@ -85,14 +89,20 @@ def ended_in_step(steps: int, number: int) -> Work:
 def prepare(folder: Path, *arguments: str) -> None:
     """Run `diloco prepare` on the text of a swarm."""
     path = folder / "text.yaml"
-    path.write_text(f"data: {{source: files, paths: [{folder / 'text'}], seq_len: 32, heldout_fraction: 0.3}}\n")
+    path.write_text(
+        f"data: {{source: files, paths: [{folder / 'text'}], seq_len: 32, heldout_fraction: 0.3}}\n"
+    )
     command = [sys.executable, "-m", "diloco", "prepare", str(path), *SHARDS, *arguments]
     subprocess.run(command, cwd=ROOT, check=True, timeout=GUARD_SECONDS, stdout=subprocess.DEVNULL)
 
 
 def shapes_of(folder: Path, way: str, num_islands: int) -> list[dict[str, Any]]:
     """Islands that have a cache each, or share the prepared one."""
-    number = dict.fromkeys(range(num_islands), 0) if way == "prepared" else {i: i for i in range(num_islands)}
+    number = (
+        dict.fromkeys(range(num_islands), 0)
+        if way == "prepared"
+        else {i: i for i in range(num_islands)}
+    )
     return [{"cache_dir": str(folder / f"cache-{number[index]}")} for index in range(num_islands)]
 
 
@@ -122,7 +132,9 @@ def start_and_end(made: Swarm, number: int) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The outcome of two islands that nothing happens to, which tokenise during the run."""
     folder = tmp_path_factory.mktemp("whole")
-    with swarm(folder, *SETTINGS, "outer.quorum=2", islands=shapes_of(folder, "tokenised", 2)) as made:
+    with swarm(
+        folder, *SETTINGS, "outer.quorum=2", islands=shapes_of(folder, "tokenised", 2)
+    ) as made:
         made.run_all()
     found = outcome_of(folder / "test")
     assert found.units == sorted(set(found.units)) and len(found.digests) == 6
@@ -154,7 +166,9 @@ def test_islands_that_all_ended_go_on_to_the_digests_of_a_run_that_did_not(
 
 
 def check_account(run_dir: Path, names: Sequence[str]) -> None:
-    """Check that the run ended with no unit read twice, and none lost: what is not trained is still to be read."""
+    """Check that the run ended with no unit read twice, and none lost: what is not trained is still
+    to be read.
+    """
     newest = [find_newest_checkpoint(run_dir, name) for name in names]
     facts = [parse_facts(one.facts["outer"]) for one in newest]
     assert len({one.digest for one in facts}) == 1
@@ -168,17 +182,25 @@ def check_account(run_dir: Path, names: Sequence[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("before, after", [(2, 3), (3, 1)])
-def test_another_number_of_islands_goes_on_with_a_new_one(tmp_path: Path, way: str, before: int, after: int) -> None:
+def test_another_number_of_islands_goes_on_with_a_new_one(
+    tmp_path: Path, way: str, before: int, after: int
+) -> None:
     with text_read(way, tmp_path) as settings:
         common = [*SETTINGS, *settings, "outer.start_islands=2"]
-        with swarm(tmp_path, *common, f"outer.quorum={before}", islands=shapes_of(tmp_path, way, before)) as made:
+        with swarm(
+            tmp_path, *common, f"outer.quorum={before}", islands=shapes_of(tmp_path, way, before)
+        ) as made:
             start_and_end(made, signal.SIGKILL)
         # The new one has read nothing yet, and comes when the others go on.
         more = [*common, "outer.rounds=14", f"outer.quorum={after}"]
         with swarm(tmp_path, *more, islands=shapes_of(tmp_path, way, after)) as made:
             islands = made.run_all()
-            assert [bool(island.events("resumed")) for island in islands] == [i < before for i in range(after)]
-            assert islands[-1].committed()[13]["participants"] == [f"island-{i}" for i in range(after)]
+            assert [bool(island.events("resumed")) for island in islands] == [
+                i < before for i in range(after)
+            ]
+            assert islands[-1].committed()[13]["participants"] == [
+                f"island-{i}" for i in range(after)
+            ]
     check_account(tmp_path / "test", [f"island-{i}" for i in range(after)])
 
 
@@ -189,11 +211,15 @@ def write_dataset(folder: Path) -> None:
     folder.mkdir()
     for number in range(NUM_FILES):
         rows = [{"text": f"# {number} {row}\n{TEXT}"} for row in range(NUM_ROWS)]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"train-{number}.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(rows), folder / f"train-{number}.parquet"
+        )
 
 
 def break_rows(path: Path) -> None:
-    """Damage the rows of a Parquet file, but not its schema, size or time, by which the text is known."""
+    """Damage the rows of a Parquet file, but not its schema, size or time, by which the text is
+    known.
+    """
     stat = path.stat()
     with path.open("r+b") as file:
         file.write(b"x" * 64)
@@ -202,12 +228,19 @@ def break_rows(path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stream_of_a_dataset_goes_on_without_the_files_that_were_read(tmp_path: Path) -> None:
-    place = ["data.source=huggingface", f"data.dataset={tmp_path / 'mine'}", "data.paths=[]", "data.max_tokens=200000"]
+    place = [
+        "data.source=huggingface",
+        f"data.dataset={tmp_path / 'mine'}",
+        "data.paths=[]",
+        "data.max_tokens=200000",
+    ]
     write_dataset(tmp_path / "mine")
     outcomes = []
     for name in ("whole", "broken"):
         folder = tmp_path / name
-        with swarm(folder, *SETTINGS, *place, "outer.quorum=2", islands=shapes_of(folder, "tokenised", 2)) as made:
+        with swarm(
+            folder, *SETTINGS, *place, "outer.quorum=2", islands=shapes_of(folder, "tokenised", 2)
+        ) as made:
             if name == "broken":
                 start_and_end(made, signal.SIGKILL)
                 for cache in folder.glob("cache-*"):

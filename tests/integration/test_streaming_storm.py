@@ -1,4 +1,6 @@
-"""Three islands train on 2 GB that are written into an object store beside them, in a storm, with the store away."""
+"""Three islands train on 2 GB that are written into an object store beside them, in a storm, with
+the store away.
+"""
 
 import json
 import os
@@ -32,7 +34,12 @@ SHARD_TOKENS = 1 << 21
 CACHE_GB, AWAY_SECONDS = 0.2, 60
 NUM_FAULTS = 20
 URL = f"s3://{BUCKET}/text"
-DATA = ["data.order=shards", f"data.shard_tokens={SHARD_TOKENS}", "data.seq_len=64", "data.heldout_fraction=0.01"]
+DATA = [
+    "data.order=shards",
+    f"data.shard_tokens={SHARD_TOKENS}",
+    "data.seq_len=64",
+    "data.heldout_fraction=0.01",
+]
 
 
 def write_text(path: Path, num_bytes: int = TEXT_BYTES) -> None:
@@ -56,7 +63,16 @@ def config_file(folder: Path) -> Path:
 @contextmanager
 def writer(folder: Path) -> "Iterator[subprocess.Popen[bytes]]":
     """`diloco prepare --into`, from now on."""
-    command = [sys.executable, "-m", "diloco", "prepare", str(config_file(folder)), *DATA, "--into", URL]
+    command = [
+        sys.executable,
+        "-m",
+        "diloco",
+        "prepare",
+        str(config_file(folder)),
+        *DATA,
+        "--into",
+        URL,
+    ]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         yield process
@@ -66,8 +82,12 @@ def writer(folder: Path) -> "Iterator[subprocess.Popen[bytes]]":
 
 
 def freeze_later(pid: int, after: float) -> "subprocess.Popen[bytes]":
-    """Freeze a process after some seconds, for AWAY_SECONDS. No thread, because islands are forked from here."""
-    return subprocess.Popen(["sh", "-c", f"sleep {after}; kill -STOP {pid}; sleep {AWAY_SECONDS}; kill -CONT {pid}"])
+    """Freeze a process after some seconds, for AWAY_SECONDS. No thread, because islands are forked
+    from here.
+    """
+    return subprocess.Popen(
+        ["sh", "-c", f"sleep {after}; kill -STOP {pid}; sleep {AWAY_SECONDS}; kill -CONT {pid}"]
+    )
 
 
 def cache_bytes(folder: Path) -> int:
@@ -117,23 +137,35 @@ corpus.close()
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_three_islands_stream_two_gigabytes_from_a_store_in_a_storm(tmp_path: Path) -> None:
-    """Islands are forked, with torch imported. `tests/integration/test_streaming_start.py` starts real ones."""
+    """Islands are forked, with torch imported. `tests/integration/test_streaming_start.py` starts
+    real ones.
+    """
     write_text(tmp_path / "text.jsonl")
     shapes = tuple({"cache_dir": str(tmp_path / f"cache-{index}")} for index in range(4))
     settings = StormSettings("gloo", 3, NUM_FAULTS, rate=6.0, seed=3, shapes=shapes[:3])
     islands = [*shapes[:3], {**shapes[3], "joins": True}]
     place = ["data.source=shards", f"data.paths=[{URL}]", f"island.shards.cache_gb={CACHE_GB}"]
     model = ["model.dim=16", "model.num_heads=2", "model.num_layers=1", "model.ffn_dim=32"]
-    sizes = ["outer.inner_steps=8", "optimizer.tokens_per_step=2048", "outer.start_islands=3", *model]
+    sizes = [
+        "outer.inner_steps=8",
+        "optimizer.tokens_per_step=2048",
+        "outer.start_islands=3",
+        *model,
+    ]
     with s3_process() as server:
         began = time.time()
-        with writer(tmp_path) as writing, open_forked_swarm(tmp_path, "gloo", islands, *DATA, *place, *sizes) as opened:
+        with (
+            writer(tmp_path) as writing,
+            open_forked_swarm(tmp_path, "gloo", islands, *DATA, *place, *sizes) as opened,
+        ):
             made, fleet = opened
             storm = StormRunner(made, fleet, settings)
             until(has_index, "the first shard in the store")
             first_shard = time.time() - began
             starts = [seconds_to_first_step(island, began) for island in made.started[:3]]
-            print(f"{first_shard:.1f} s from the start of the writer to the first shard in the store,")
+            print(
+                f"{first_shard:.1f} s from the start of the writer to the first shard in the store,"
+            )
             print("  and to the islands' first steps", *(f"{seconds:.1f}" for seconds in starts))
             freezing = freeze_later(server.pid, 20)
             storm.until_over()
@@ -147,14 +179,27 @@ def test_three_islands_stream_two_gigabytes_from_a_store_in_a_storm(tmp_path: Pa
             used = [cache_bytes(tmp_path / f"cache-{index}") for index in range(4)]
             assert all(0 < each <= CACHE_GB * 1e9 for each in used), used
             assert writing.wait(1500) == 0
-            read = [sys.executable, "-c", READ_ALL, URL, str(tmp_path / "reader"), str(SHARD_TOKENS), str(CACHE_GB)]
+            read = [
+                sys.executable,
+                "-c",
+                READ_ALL,
+                URL,
+                str(tmp_path / "reader"),
+                str(SHARD_TOKENS),
+                str(CACHE_GB),
+            ]
             done = subprocess.run(read, cwd=ROOT, timeout=1500, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     shards, most, memory_kb = map(int, done.stdout.split())
     print(
-        f"one reader of all: {shards} shards, at most {most / 1e6:.0f} MB on disk, {memory_kb / 1e3:.0f} MB of memory"
+        f"one reader of all: {shards} shards, at most {most / 1e6:.0f} MB on disk, "
+        f"{memory_kb / 1e3:.0f} MB of memory"
     )
-    assert shards >= TEXT_BYTES * 0.98 // SHARD_TOKENS and most <= CACHE_GB * 1e9 and memory_kb < 1_500_000
+    assert (
+        shards >= TEXT_BYTES * 0.98 // SHARD_TOKENS
+        and most <= CACHE_GB * 1e9
+        and memory_kb < 1_500_000
+    )
     account = data_account(read_run(tmp_path / "test").islands)
     print("account:", account)
     assert account["units_repeated"] == 0 and account["units_trained"] > 0

@@ -1,4 +1,6 @@
-"""The tutorials run as they are, and what they say of their results is so: they assert it themselves."""
+"""The tutorials run as they are, and what they say of their results is so: they assert it
+themselves.
+"""
 
 import json
 import re
@@ -29,7 +31,9 @@ def test_a_tutorial_runs_to_its_end_and_says_what_is_kept(tutorial: Path, tmp_pa
     kept = json.loads(docs_tutorials.outputs_path(tutorial).read_text())["outputs"]
     assert [bool(output) for output in outputs] == [bool(output) for output in kept]
     if tutorial.stem not in VARYING:
-        assert [without_numbers(output) for output in outputs] == [without_numbers(output) for output in kept]
+        assert [without_numbers(output) for output in outputs] == [
+            without_numbers(output) for output in kept
+        ]
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)

@@ -1,4 +1,6 @@
-"""scripts/bench/wallclock/wallclock.py: its evaluation of records, and the script as a user runs it (needs root)."""
+"""scripts/bench/wallclock/wallclock.py: its evaluation of records, and the script as a user runs it
+(needs root).
+"""
 
 import json
 import os
@@ -29,8 +31,16 @@ from tests.swarm import TEXT, Swarm
 
 ROOT = Path(__file__).parents[2]
 RUN_SECONDS = 800
-TINY = ["model.preset=null", "model={dim: 32, num_layers: 4, num_heads: 4, num_kv_heads: 2, ffn_dim: 64}"]
-TINY += ["data.seq_len=32", "data.heldout_fraction=0.3", "optimizer.tokens_per_step=128", "evaluate.tokens=512"]
+TINY = [
+    "model.preset=null",
+    "model={dim: 32, num_layers: 4, num_heads: 4, num_kv_heads: 2, ffn_dim: 64}",
+]
+TINY += [
+    "data.seq_len=32",
+    "data.heldout_fraction=0.3",
+    "optimizer.tokens_per_step=128",
+    "evaluate.tokens=512",
+]
 
 
 def test_a_loss_is_reached_between_the_measurements_above_and_below_it():
@@ -46,13 +56,19 @@ def test_a_loss_counts_when_the_last_machine_has_measured_it_and_an_untrained_mo
     def record(number: int, loss: float, time: float) -> EvalRecord:
         return EvalRecord(round=number, tokens=0, loss=loss, bits_per_byte=None, time=time)
 
-    fast = IslandRecords("island-0", evals=[record(0, 5.5, 99.0), record(2, 3.0, 108.0), record(4, 2.0, 116.0)])
-    slow = IslandRecords("island-1", evals=[record(0, 5.5, 101.0), record(2, 3.0, 109.0), record(4, 2.0, 115.0)])
+    fast = IslandRecords(
+        "island-0", evals=[record(0, 5.5, 99.0), record(2, 3.0, 108.0), record(4, 2.0, 116.0)]
+    )
+    slow = IslandRecords(
+        "island-1", evals=[record(0, 5.5, 101.0), record(2, 3.0, 109.0), record(4, 2.0, 115.0)]
+    )
     assert build_curve([fast, slow], 100.0) == [(9.0, 3.0), (16.0, 2.0)]
 
 
 def test_the_loop_of_the_rivals_trains_what_our_trainer_trains(tmp_path: Path):
-    """Two ranks with DistributedDataParallel, each step in four micro-batches, beside two replicas of our trainer."""
+    """Two ranks with DistributedDataParallel, each step in four micro-batches, beside two replicas
+    of our trainer.
+    """
     config = Swarm(tmp_path, ["outer.rounds=2"], [{}, {}], "").config
     load_corpus(config.run, config.for_island(0))
     for theirs, ours in run_ranks(train_both, 2, config):
@@ -64,10 +80,18 @@ def train_both(rank: int, config: Config) -> list[list[float]]:
     machine = Machine(config.run, config.for_island(0), rank, 2)
     model = DistributedDataParallel(machine.model)
     theirs, ours = Losses(), Losses()
-    train(machine, Rival(model, no_sync=model.no_sync, is_data_parallel=True), Metrics(Path(os.devnull), [theirs]))
-    island = config.for_island(0).model_copy(update={"ranks": 2, "mesh": MeshConfig(dp_replicate=2, dp_shard=1)})
+    train(
+        machine,
+        Rival(model, no_sync=model.no_sync, is_data_parallel=True),
+        Metrics(Path(os.devnull), [theirs]),
+    )
+    island = config.for_island(0).model_copy(
+        update={"ranks": 2, "mesh": MeshConfig(dp_replicate=2, dp_shard=1)}
+    )
     trainer = build_trainer(config.run, island, machine.corpus, "cpu", num_islands=2)
-    train_data_parallel(config.run, island, machine.corpus, trainer, 2, Metrics(Path(os.devnull), [ours]))
+    train_data_parallel(
+        config.run, island, machine.corpus, trainer, 2, Metrics(Path(os.devnull), [ours])
+    )
     return [theirs.held_out, ours.held_out]
 
 
@@ -119,13 +143,23 @@ def bench(folder: Path) -> str:
         "2",
     ]
     command += ["--loss", "9", "--out", str(folder), "--plot", str(folder / "plot.png"), *TINY]
-    command += ["data.source=files", f"data.paths=[{folder / 'text'}]", f"island.cache_dir={folder / 'cache'}"]
+    command += [
+        "data.source=files",
+        f"data.paths=[{folder / 'text'}]",
+        f"island.cache_dir={folder / 'cache'}",
+    ]
     with subprocess.Popen(
-        [*command, "evaluate.every_rounds=1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "evaluate.every_rounds=1"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as started:
         printed, _ = started.communicate(timeout=RUN_SECONDS)
     assert started.returncode == 0, printed
-    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    left = subprocess.run(
+        ["ip", "netns", "list"], check=True, capture_output=True, text=True
+    ).stdout
     assert f"{PREFIX}-{started.pid}-" not in left
     return printed
 
@@ -139,13 +173,19 @@ def test_each_row_trains_behind_links_is_timed_and_is_not_run_twice(tmp_path: Pa
         (tmp_path / "text" / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
     first, second = bench(tmp_path), bench(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [line["row"] for line in lines] == ["data-parallel", "averaging"], "the second call has run nothing"
+    assert [line["row"] for line in lines] == ["data-parallel", "averaging"], (
+        "the second call has run nothing"
+    )
     for line in lines:
         assert line["num_steps"] == 20 and len(line["curve"]) == 2, line
         assert 0 < line["curve"][0][0] < line["curve"][1][0]
     data_parallel, averaging = lines
-    assert data_parallel["curve"][1][1] == pytest.approx(averaging["curve"][1][1], rel=0.2), "both train the same model"
-    assert data_parallel["sent_bytes"] > 5 * averaging["sent_bytes"], "20 all-reduces against 2 rounds"
+    assert data_parallel["curve"][1][1] == pytest.approx(averaging["curve"][1][1], rel=0.2), (
+        "both train the same model"
+    )
+    assert data_parallel["sent_bytes"] > 5 * averaging["sent_bytes"], (
+        "20 all-reduces against 2 rounds"
+    )
     assert "plain averaging every 10 steps, fp32" in first and "never" not in first
     assert "averaging, seed 0: " in first and "averaging, seed 0: " not in second
     assert (tmp_path / "plot.png").stat().st_size > 10_000

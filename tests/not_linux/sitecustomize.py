@@ -1,7 +1,9 @@
-"""Takes from Python what Linux alone has. Every Python process with this folder in PYTHONPATH imports it at its start.
+"""Takes from Python what Linux alone has. Every Python process with this folder in PYTHONPATH
+imports it at its start.
 
-So a run with it, and with all the processes that it starts, meets what it would meet on macOS or a BSD, as far as that
-can be had without one: calls, constants and folders that are not there. What is different there remains unseen.
+So a run with it, and with all the processes that it starts, meets what it would meet on macOS or a
+BSD, as far as that can be had without one: calls, constants and folders that are not there. What is
+different there remains unseen.
 """
 
 import builtins
@@ -68,6 +70,8 @@ for module, names in NAMES.items():
 for name in ("listdir", "lstat", "open", "readlink", "scandir", "stat"):
     setattr(os, name, without_folders(getattr(os, name)))
 _access = os.access
-os.access = lambda path, *arguments, **options: not is_gone(path) and _access(path, *arguments, **options)
+os.access = lambda path, *arguments, **options: (
+    not is_gone(path) and _access(path, *arguments, **options)
+)
 builtins.open = io.open = without_folders(io.open)
 ctypes.CDLL = Library

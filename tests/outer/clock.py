@@ -1,4 +1,5 @@
-"""A clock for tests on one event loop: when nobody has anything to do, the time of the next deadline comes at once.
+"""A clock for tests on one event loop: when nobody has anything to do, the time of the next
+deadline comes at once.
 
 So a wait of ten minutes costs nothing, and a busy machine changes no result.
 """

@@ -13,7 +13,9 @@ SIZES = [0, 1, 2, 127, 128, 255, 256, 257, 1000, 4096, 4097]
 FP32_MAX = torch.finfo(torch.float32).max
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
-finite_values = st.lists(floats, max_size=600).map(lambda values: torch.tensor(values, dtype=torch.float32))
+finite_values = st.lists(floats, max_size=600).map(
+    lambda values: torch.tensor(values, dtype=torch.float32)
+)
 
 
 def mixed_values(size: int, seed: int) -> torch.Tensor:
@@ -50,7 +52,9 @@ def int4_steps(values: np.ndarray) -> np.ndarray:
 
 
 def error_bound(name: str, values: torch.Tensor) -> np.ndarray:
-    """The documented bound for each element, in fp64; for int8 valid up to magnitudes of 3.37e38."""
+    """The documented bound for each element, in fp64; for int8 valid up to magnitudes of
+    3.37e38.
+    """
     x = np.abs(values.numpy().astype(np.float64))
     if name == "fp32" or not len(x):
         return np.zeros_like(x)

@@ -74,15 +74,21 @@ def member(name: str, addresses: Sequence[str]) -> Member:
 class Island:
     """A donor whose ranks carry equal numbers of consecutive parts."""
 
-    def __init__(self, name: str, messengers: Sequence[Messenger], config: OuterOptimizerConfig) -> None:
+    def __init__(
+        self, name: str, messengers: Sequence[Messenger], config: OuterOptimizerConfig
+    ) -> None:
         self.name, self.messengers = name, messengers
         self.donated: list[int] = []
         """Rounds at which a joiner asked for a first part."""
         ranks = range(len(messengers))
         self.carriers = [i * len(messengers) // NUM_PARTS for i in PARTS]
-        shares = [{i: v for i, v in values(0).items() if self.carriers[i] == rank} for rank in ranks]
+        shares = [
+            {i: v for i, v in values(0).items() if self.carriers[i] == rank} for rank in ranks
+        ]
         self.states = [GlobalState(share, config) for share in shares]
-        self.donors = [Donor(s, m, self.donated.append) for s, m in zip(self.states, messengers, strict=True)]
+        self.donors = [
+            Donor(s, m, self.donated.append) for s, m in zip(self.states, messengers, strict=True)
+        ]
         self.member = member(name, [m.address for m in messengers])
 
     @property
@@ -92,11 +98,16 @@ class Island:
     @property
     def digest(self) -> str:
         return state_digest(
-            combine_digests([self.digests[i] for i in PARTS]), self.states[0].position.ledger.model_dump_json()
+            combine_digests([self.digests[i] for i in PARTS]),
+            self.states[0].position.ledger.model_dump_json(),
         )
 
     def describe(self, digest: str | None = None, **changes: Any) -> None:
-        fields = {"carriers": self.carriers, "fingerprint": SPACE.fingerprint, "included": [self.member.incarnation]}
+        fields = {
+            "carriers": self.carriers,
+            "fingerprint": SPACE.fingerprint,
+            "included": [self.member.incarnation],
+        }
         self.donors[0].describe(digest or self.digest, **(fields | changes))
 
     async def close(self) -> None:
@@ -112,8 +123,12 @@ class Run:
         self.islands: list[Island] = []
         self.round = 0
 
-    async def enter(self, name: str, num_ranks: int = 1, open_one: Callable[..., Awaitable[Messenger]] = tcp) -> Island:
-        island = Island(name, [await open_one(name, rank) for rank in range(num_ranks)], self.config)
+    async def enter(
+        self, name: str, num_ranks: int = 1, open_one: Callable[..., Awaitable[Messenger]] = tcp
+    ) -> Island:
+        island = Island(
+            name, [await open_one(name, rank) for rank in range(num_ranks)], self.config
+        )
         self.islands.append(island)
         return island
 
@@ -128,7 +143,9 @@ class Run:
                 state.commit(mine, Position(round=self.round, tokens=10 * self.round), payloads)
             island.describe()
 
-    def download(self, messenger: Messenger, *, donors: Sequence[Island] | None = None, **options: Any) -> Download:
+    def download(
+        self, messenger: Messenger, *, donors: Sequence[Island] | None = None, **options: Any
+    ) -> Download:
         plan = DownloadPlan(SPACE, PARTS, build_uniform_choice(self.codec), self.config)
         download = Download(messenger, plan, **options)
         download.use_donors([i.member for i in donors or self.islands])
@@ -153,11 +170,20 @@ class Watched:
         return self._inner.address
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
+        self,
+        address: str,
+        kind: str,
+        body: bytes,
+        *,
+        timeout_seconds: float,
+        lane: Lane = "control",
+        longest: int = 0,
     ) -> bytes:
         self.calls.append((address, kind, lane))
         self._act(self.num("part") + self.num("mean"))
-        return await self._inner.call(address, kind, body, timeout_seconds=timeout_seconds, lane=lane, longest=longest)
+        return await self._inner.call(
+            address, kind, body, timeout_seconds=timeout_seconds, lane=lane, longest=longest
+        )
 
     def num(self, kind: str) -> int:
         return sum(k == kind for _, k, _ in self.calls)
@@ -178,7 +204,9 @@ def with_run(test: Callable[[Run, Messenger], Awaitable[None]], **settings: Any)
 
 
 async def enter_state(here: Run, download: Download) -> int:
-    """Download the state as a joiner does: fetch, catch up with the donors, verify. Returns the round reached."""
+    """Download the state as a joiner does: fetch, catch up with the donors, verify. Returns the
+    round reached.
+    """
     await download.run(1)
     target = (await download.describe(None)).position.round
     reached = await download.catch_up(target)
@@ -187,7 +215,9 @@ async def enter_state(here: Run, download: Download) -> int:
     return reached
 
 
-def cache_in(folder: Path, run_name: str = "run", fingerprint: str = SPACE.fingerprint) -> PartsCache:
+def cache_in(
+    folder: Path, run_name: str = "run", fingerprint: str = SPACE.fingerprint
+) -> PartsCache:
     return PartsCache(folder, fingerprint, run_name)
 
 

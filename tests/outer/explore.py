@@ -1,4 +1,6 @@
-"""Searches every order of events among a few islands that run the round protocol, up to a bound on mishaps."""
+"""Searches every order of events among a few islands that run the round protocol, up to a bound on
+mishaps.
+"""
 
 import gc
 import random
@@ -17,18 +19,34 @@ from outer.agreement.votes import VoteTable
 from outer.network.messages import Message
 from tests.outer.world import Budget, Commit, World, copy_node, events, is_mishap, step, think
 
-Tables = Knowledge | Claims | Witnesses | ReadyTable | VoteTable | VoteExchange | Coordination | Suspicions | Passing
+Tables = (
+    Knowledge
+    | Claims
+    | Witnesses
+    | ReadyTable
+    | VoteTable
+    | VoteExchange
+    | Coordination
+    | Suspicions
+    | Passing
+)
 _numbers: dict[int, tuple[object, int]] = {}
 """(value, hash of its contents) by id. The value is kept so that its id is not reused."""
 
 
 def _number(value: object) -> object:
-    """A hash that is equal for messages or nodes with equal contents, computed once each; other values as they are."""
+    """A hash that is equal for messages or nodes with equal contents, computed once each; other
+    values as they are.
+    """
     if not isinstance(value, Message | RoundProtocol):
         return value
     found = _numbers.get(id(value))
     if found is None:
-        said = (type(value).__name__, value.model_dump_json()) if isinstance(value, Message) else _describe(value)
+        said = (
+            (type(value).__name__, value.model_dump_json())
+            if isinstance(value, Message)
+            else _describe(value)
+        )
         found = _numbers[id(value)] = (value, hash(said))
     return found[1]
 
@@ -49,7 +67,9 @@ def _describe(node: RoundProtocol | Tables) -> tuple[object, ...]:
 
 def signature(world: World) -> int:
     """A hash that is equal for worlds that cannot be told apart."""
-    nodes = tuple("dead" if name in world.dead else _number(node) for name, node in world.nodes.items())
+    nodes = tuple(
+        "dead" if name in world.dead else _number(node) for name, node in world.nodes.items()
+    )
     mail = frozenset(Counter((a, b, _number(m), r) for a, b, m, r in world.flying).items())
     return hash((nodes, mail, world.budget, world.dead, world.frozen))
 
@@ -59,7 +79,8 @@ def explore(world: World, max_states: int) -> Iterator[World]:
     _numbers.clear()
     seen: set[int] = set()
     stack = [world]
-    gc.disable()  # There are no reference cycles here, and the collector would scan all worlds again and again.
+    # There are no reference cycles here, and the collector would scan all worlds again and again.
+    gc.disable()
     try:
         while stack and len(seen) < max_states:
             here = stack.pop()
@@ -75,7 +96,9 @@ def explore(world: World, max_states: int) -> Iterator[World]:
 
 
 def walk(world: World, seed: int, mishap: float = 0.1) -> World:
-    """The end of one random history. Each step is a mishap with this probability while the budget lasts."""
+    """The end of one random history. Each step is a mishap with this probability while the budget
+    lasts.
+    """
     chance = random.Random(seed)
     for _ in range(600):
         found = events(world)
@@ -89,7 +112,9 @@ def walk(world: World, seed: int, mishap: float = 0.1) -> World:
 
 
 def settle(world: World) -> World:
-    """Continue without mishaps: messages arrive, dead islands are noticed, lost messages are repeated."""
+    """Continue without mishaps: messages arrive, dead islands are noticed, lost messages are
+    repeated.
+    """
     world = copy(world)
     world.budget = Budget()
     direct = direct_islands(world)
@@ -110,7 +135,9 @@ def direct_islands(world: World) -> frozenset[str]:
 
 
 def _pass_time(world: World, patient: frozenset[str]) -> World:
-    """Let a second pass: all islands repeat their messages, send their status and, but for the patient, time out."""
+    """Let a second pass: all islands repeat their messages, send their status and, but for the
+    patient, time out.
+    """
     for name in world.live:
         world = step(world, ("repeat", name))
         node = world.nodes[name]
@@ -133,7 +160,9 @@ def agree(world: World) -> bool:
 
 
 def forked(world: World, *, with_dead: bool = False) -> list[Commit]:
-    """Commits of live islands, or of all, that differ from another island's commit on the same state."""
+    """Commits of live islands, or of all, that differ from another island's commit on the same
+    state.
+    """
     by_base: dict[str, Commit] = {}
     wrong = []
     for c in world.commits:

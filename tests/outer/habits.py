@@ -25,12 +25,19 @@ if TYPE_CHECKING:
     from tests.outer.lies import Run
 
 Habit = Callable[["Run", str, str, Message], Message | None]
-"""What a liar makes of a message: (run, liar, receiver, message) to what it sends, or None to send nothing."""
+"""What a liar makes of a message: (run, liar, receiver, message) to what it sends, or None to send
+nothing.
+"""
 
 
 def wrong_digest(run: "Run", liar: str, to: str, message: Message) -> Message | None:
     plan = run.nodes[liar].plan
-    if not isinstance(message, Vote) or message.digest is None or plan is None or message.plan != plan.id:
+    if (
+        not isinstance(message, Vote)
+        or message.digest is None
+        or plan is None
+        or message.plan != plan.id
+    ):
         return message
     digest = digest_of(liar + to * run.chance.randint(0, 1))
     signature = run.nodes[liar].knowledge.signer.sign(plan.statement(digest).text)
@@ -81,7 +88,9 @@ def queries(run: "Run", liar: str, to: str, message: Message) -> Message | None:
 def claims_to_be_ahead(run: "Run", liar: str, to: str, message: Message) -> Message | None:
     if not isinstance(message, Status) or run.chance.random() < 0.5:
         return message
-    return Status(round=99, tokens=1 << run.chance.randint(40, 60), digest=digest_of(liar), is_coming=True)
+    return Status(
+        round=99, tokens=1 << run.chance.randint(40, 60), digest=digest_of(liar), is_coming=True
+    )
 
 
 def comes_and_goes(run: "Run", liar: str, to: str, message: Message) -> Message | None:
@@ -99,7 +108,9 @@ def no_lists(run: "Run", liar: str, to: str, message: Message) -> Message | None
 
 
 def lists_to_some(run: "Run", liar: str, to: str, message: Message) -> Message | None:
-    return None if isinstance(message, VoteList | Settled) and run.chance.random() < 0.5 else message
+    return (
+        None if isinstance(message, VoteList | Settled) and run.chance.random() < 0.5 else message
+    )
 
 
 def passes_on_other_plans(run: "Run", liar: str, to: str, message: Message) -> Message | None:
@@ -107,7 +118,12 @@ def passes_on_other_plans(run: "Run", liar: str, to: str, message: Message) -> M
     if not isinstance(message, Plan) or run.chance.random() < 0.3:
         return message
     attempt = message.attempt + 1
-    return Plan(round=message.round, attempt=attempt, planner=message.planner, participants=message.participants)
+    return Plan(
+        round=message.round,
+        attempt=attempt,
+        planner=message.planner,
+        participants=message.participants,
+    )
 
 
 def notices_of_nothing(run: "Run", liar: str, to: str, message: Message) -> Message | None:
@@ -115,12 +131,16 @@ def notices_of_nothing(run: "Run", liar: str, to: str, message: Message) -> Mess
     if isinstance(message, PlanNotice):
         return None if run.chance.random() < 0.5 else message
     if isinstance(message, Ready | Plan):
-        run.send(liar, to, PlanNotice(plan=f"{run.chance.getrandbits(128):032x}", round=message.round))
+        run.send(
+            liar, to, PlanNotice(plan=f"{run.chance.getrandbits(128):032x}", round=message.round)
+        )
     return message
 
 
 def forged_lists(run: "Run", liar: str, to: str, message: Message) -> Message | None:
-    """Changes a signature in the lists that it passes on, and acknowledges lists that it does not have."""
+    """Changes a signature in the lists that it passes on, and acknowledges lists that it does not
+    have.
+    """
     if isinstance(message, Vote):
         run.send(liar, to, VoteReceipt(plan=message.plan, outcome="open"))
     if not isinstance(message, VoteList):
@@ -153,14 +173,18 @@ def false_commits(run: "Run", liar: str, to: str, message: Message) -> Message |
 
 
 def made_up_states(run: "Run", liar: str, to: str, message: Message) -> Message | None:
-    """Claims to be ahead with a state that it has made up and gives to whoever asks, and forges proofs of it.
+    """Claims to be ahead with a state that it has made up and gives to whoever asks, and forges
+    proofs of it.
 
-    It invents islands that sign, too, except for islands that know no other from a commit: those cannot tell.
+    It invents islands that sign, too, except for islands that know no other from a commit: those
+    cannot tell.
     """
     if isinstance(message, Status):
         here = run.nodes[liar].knowledge.status
         digest = f"{run.chance.randint(0, 3):016x}"
-        return Status(round=here.round + run.chance.randint(0, 2), tokens=here.tokens + 30, digest=digest)
+        return Status(
+            round=here.round + run.chance.randint(0, 2), tokens=here.tokens + 30, digest=digest
+        )
     claim = run.nodes[to].knowledge.claims.asked.get(liar) if to in run.nodes else None
     if not isinstance(message, Proof) or claim is None:
         return message
@@ -180,10 +204,19 @@ def made_up_states(run: "Run", liar: str, to: str, message: Message) -> Message 
 
 
 def forge(run: "Run", liar: str, statement: Statement) -> Certificate:
-    """The best that a liar can do: its own signature, those of islands that it has invented, and noise for others'."""
-    signers = {name: FakeSigner(name) for name in statement.islands if name == liar or name not in run.nodes}
+    """The best that a liar can do: its own signature, those of islands that it has invented, and
+    noise for others'.
+    """
+    signers = {
+        name: FakeSigner(name)
+        for name in statement.islands
+        if name == liar or name not in run.nodes
+    }
     noise = f"{run.chance.getrandbits(512):0128x}"
-    signatures = {name: signers[name].sign(statement.text) if name in signers else noise for name in statement.islands}
+    signatures = {
+        name: signers[name].sign(statement.text) if name in signers else noise
+        for name in statement.islands
+    }
     return build_certificate(statement, signatures)
 
 

@@ -1,4 +1,6 @@
-"""Support for tests of the outer loop: params without a model, and islands as threads over a loopback hub."""
+"""Support for tests of the outer loop: params without a model, and islands as threads over a
+loopback hub.
+"""
 
 import hashlib
 import time
@@ -54,17 +56,25 @@ class Held:
 
 
 class FakeParams:
-    """What `inner.params.LocalParams` offers, of plain matrices: this rank's copy of each slice in `slices`."""
+    """What `inner.params.LocalParams` offers, of plain matrices: this rank's copy of each slice in
+    `slices`.
+    """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], slices: Sequence[Held] | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], slices: Sequence[Held] | None = None
+    ) -> None:
         # Moments follow from the params and the config; buffers are specs of their own.
         kinds = ("", "buffer", "donor_buffer")
-        named = [(name, values) for name, values in tensors.items() if name.partition("@")[2] in kinds]
+        named = [
+            (name, values) for name, values in tensors.items() if name.partition("@")[2] in kinds
+        ]
         self.specs = [Spec(name, tuple(values.shape)) for name, values in named]
         matrices = {name: as_matrix(values) for name, values in tensors.items()}
         whole = [Held(name, (0, m.shape[0]), (0, m.shape[1])) for name, m in matrices.items()]
         self.slices = whole if slices is None else list(slices)
-        self.values = [matrices[s.name][slice(*s.rows), slice(*s.cols)].clone() for s in self.slices]
+        self.values = [
+            matrices[s.name][slice(*s.rows), slice(*s.cols)].clone() for s in self.slices
+        ]
 
     def read_all(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
         return {index: self.values[index] for index in indices}
@@ -100,7 +110,9 @@ class Island:
     network: Network | None = None
 
     def train(self, round_number: int) -> torch.Tensor:
-        """Fake inner steps: add this island's `progress` of the round; the local params afterwards."""
+        """Fake inner steps: add this island's `progress` of the round; the local params
+        afterwards.
+        """
         for held, values in zip(self.params.slices, self.params.values, strict=True):
             values.add_(progress(self.name, round_number, held.name, values))
         return self.params.flat()
@@ -117,16 +129,22 @@ class Island:
         return report
 
     def attempt(self, tokens: int) -> RoundReport:
-        """One attempt at the next round, waited for. Not committed: nothing has changed, call it again."""
+        """One attempt at the next round, waited for. Not committed: nothing has changed, call it
+        again.
+        """
         return attempt(self.outer, tokens)
 
     def state(self) -> list[bytes]:
         """Position, global params and momentum, part by part, as a joiner would get them."""
-        return [self.outer.replica.carried.pack(part.index) for part in self.outer.replica.space.parts]
+        return [
+            self.outer.replica.carried.pack(part.index) for part in self.outer.replica.space.parts
+        ]
 
 
 def attempt(outer: OuterLoop, tokens: int) -> RoundReport:
-    """One attempt at the next agreed round, which `OuterLoop` repeats in the background until one commits."""
+    """One attempt at the next agreed round, which `OuterLoop` repeats in the background until one
+    commits.
+    """
     assert isinstance(outer.averager, AgreedAverager)
     snapshot = outer.pending.snapshot(outer.round, tokens)
     try:
@@ -148,7 +166,9 @@ def tensors(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
 
 
 def progress(island: str, round_number: int, name: str, like: torch.Tensor) -> torch.Tensor:
-    """What fake inner steps add to a parameter: the same whenever it is asked for, another for each island."""
+    """What fake inner steps add to a parameter: the same whenever it is asked for, another for each
+    island.
+    """
     seed = int.from_bytes(hashlib.sha256(f"{island} {round_number} {name}".encode()).digest()[:7])
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)) * 0.01
 
@@ -156,7 +176,9 @@ def progress(island: str, round_number: int, name: str, like: torch.Tensor) -> t
 def identity_of(name: str) -> Identity:
     """Of a test's island: its name in hex is its incarnation."""
     number = name.encode().hex().zfill(8)
-    return Identity(island=name, incarnation=number, identity=key_of(name).public, config_hash="c" * 32)
+    return Identity(
+        island=name, incarnation=number, identity=key_of(name).public, config_hash="c" * 32
+    )
 
 
 Wrap = Callable[[Hub, Transport], Transport]
@@ -174,9 +196,12 @@ def run_islands(
     clocks: Mapping[str, Callable[[], float]] | None = None,
     experts_per_token: int = 0,
 ) -> dict[str, T]:
-    """What each island's script returns; an exception of any is raised here, once all have ended."""
+    """What each island's script returns; an exception of any is raised here, once all have
+    ended.
+    """
     hub, faults, hooks, clocks = hub or Hub(), faults or {}, hooks or {}, clocks or {}
-    # The first optimizer imports half of torch; from several threads at once that corrupts Python 3.11's parser.
+    # The first optimizer imports half of torch; from several threads at once that corrupts Python
+    # 3.11's parser.
     torch.optim.SGD([torch.zeros(1)])
     with ThreadPoolExecutor(len(scripts)) as pool:
         live = {
@@ -210,7 +235,9 @@ def _live(
     own: LoopSettings,
 ) -> T:
     loop = EventLoopThread()
-    settings = NetworkSettings("run", name, 0, hub=hub, connect_seconds=GUARD_SECONDS, island_key=key_of(name))
+    settings = NetworkSettings(
+        "run", name, 0, hub=hub, connect_seconds=GUARD_SECONDS, island_key=key_of(name)
+    )
     network = loop.run(open_network("loopback", settings), GUARD_SECONDS)
     try:
         if fault is not None:
@@ -248,9 +275,13 @@ class ForwardingTransport:
 
 
 class FailingTransport(ForwardingTransport):
-    """A transport on which one send fails: the first of `attempt`; with `is_fatal` the island dies there."""
+    """A transport on which one send fails: the first of `attempt`; with `is_fatal` the island dies
+    there.
+    """
 
-    def __init__(self, hub: Hub, inner: Transport, attempt: tuple[int, int], *, is_fatal: bool) -> None:
+    def __init__(
+        self, hub: Hub, inner: Transport, attempt: tuple[int, int], *, is_fatal: bool
+    ) -> None:
         super().__init__(inner)
         self._hub, self._attempt, self._is_fatal = hub, attempt, is_fatal
 

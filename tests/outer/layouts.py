@@ -5,11 +5,20 @@ import random
 from outer.space.layout import matrix_shape
 from tests.outer.islands import Held
 
-SHAPES = {"embed": (13, 6), "scale": (7,), "conv": (3, 2, 5), "bias": (), "head": (6, 11), "none": (0, 4)}
+SHAPES = {
+    "embed": (13, 6),
+    "scale": (7,),
+    "conv": (3, 2, 5),
+    "bias": (),
+    "head": (6, 11),
+    "none": (0, 4),
+}
 Layout = list[list[Held]]
 
 
-def tiles(rng: random.Random, name: str, rows: tuple[int, int], cols: tuple[int, int], cuts: int) -> list[Held]:
+def tiles(
+    rng: random.Random, name: str, rows: tuple[int, int], cols: tuple[int, int], cuts: int
+) -> list[Held]:
     """Random rectangles, not always a grid, that cover rows x cols exactly once."""
     axis = rng.choice([rows, cols])
     if cuts == 0 or axis[1] - axis[0] < 2:
@@ -22,7 +31,9 @@ def tiles(rng: random.Random, name: str, rows: tuple[int, int], cols: tuple[int,
 
 
 def random_layout(seed: int, num_ranks: int) -> Layout:
-    """Slices of each rank: every tile is on one rank or several, and sometimes the last rank has none."""
+    """Slices of each rank: every tile is on one rank or several, and sometimes the last rank has
+    none.
+    """
     rng = random.Random(seed)
     holding = num_ranks - 1 if num_ranks > 1 and seed % 4 == 0 else num_ranks
     layout: Layout = [[] for _ in range(num_ranks)]

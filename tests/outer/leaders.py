@@ -1,4 +1,6 @@
-"""Support for tests of outer/agreement: leaders of islands on one event loop, with a real reduce over loopback."""
+"""Support for tests of outer/agreement: leaders of islands on one event loop, with a real reduce
+over loopback.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -68,7 +70,14 @@ class FreezingMessenger:
         self._messenger.serve(kind, awake)
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
+        self,
+        address: str,
+        kind: str,
+        body: bytes,
+        *,
+        timeout_seconds: float,
+        lane: Lane = "control",
+        longest: int = 0,
     ) -> bytes:
         await self.is_awake.wait()
         return await self._messenger.call(
@@ -110,14 +119,20 @@ class Leader:
         self.hub, self.name, self.config_hash = hub, name, config_hash
         self.incarnation = incarnation + name.encode().hex().zfill(6)
         self.deadlines = Deadlines(wait_seconds)
-        self.ranks = [Rank(hub, run_id, Endpoint(name, rank), self.deadlines) for rank in range(num_ranks)]
+        self.ranks = [
+            Rank(hub, run_id, Endpoint(name, rank), self.deadlines) for rank in range(num_ranks)
+        ]
         self.messenger, self.attempts = self.ranks[0].messenger, self.ranks[0].attempts
         self.membership = LoopbackMembership(hub, run_id, name)
         start = Status(round=0, tokens=0, digest=START)
-        self.knowledge = Knowledge(name, Rules(num_parts=len(SPACE.parts), **rules), start, claims_of(name))
+        self.knowledge = Knowledge(
+            name, Rules(num_parts=len(SPACE.parts), **rules), start, claims_of(name)
+        )
         self.protocol = RoundProtocol(self.knowledge)
         peers = Peers(name, self.messenger, self.membership, self.deadlines, config_hash)
-        self.driver = ProtocolDriver(self.protocol, peers, on_no=self.attempts.record_no_vote, on_wait=on_wait)
+        self.driver = ProtocolDriver(
+            self.protocol, peers, on_no=self.attempts.record_no_vote, on_wait=on_wait
+        )
 
     async def announce(self, **changes: Any) -> None:
         """Publish this island's membership record."""
@@ -144,7 +159,9 @@ class Leader:
         return self.knowledge.status.digest
 
     def enter(self, round_number: int, digest: str = START, *, tokens: int | None = None) -> None:
-        """Hold the state after `round_number` commits of three islands, or after `tokens` tokens."""
+        """Hold the state after `round_number` commits of three islands, or after `tokens`
+        tokens.
+        """
         tokens = 3 * TOKENS * round_number if tokens is None else tokens
         self.protocol.update_status(Status(round=round_number, tokens=tokens, digest=digest))
 
@@ -164,7 +181,9 @@ class Leader:
             weight=TOKENS,
             base_tokens=self.knowledge.status.tokens,
             digest=self.digest,
-            carriers=pack_carriers([part.index * num_ranks // len(SPACE.parts) for part in SPACE.parts]),
+            carriers=pack_carriers(
+                [part.index * num_ranks // len(SPACE.parts) for part in SPACE.parts]
+            ),
             epoch=self.attempts.offered_epoch,
             transport_addresses=[rank.transport.address for rank in self.ranks],
             control_addresses=[rank.messenger.address for rank in self.ranks],
@@ -173,7 +192,9 @@ class Leader:
     async def plan(self) -> Plan:
         return await self.driver.plan(self.ready())
 
-    async def attempt(self, *, in_reduce: Fault | None = None, before_vote: Fault | None = None) -> tuple[Plan, bool]:
+    async def attempt(
+        self, *, in_reduce: Fault | None = None, before_vote: Fault | None = None
+    ) -> tuple[Plan, bool]:
         """Make one attempt like the outer loop. Returns the plan and whether it committed."""
         plan = await self.plan()
         try:
@@ -184,12 +205,17 @@ class Leader:
             vote = Vote.yes(plan, self.name, digest)
         except OuterError as error:
             vote = Vote.no(
-                plan, self.name, str(error), error.peer if isinstance(error, PoisonError | StalledError) else None
+                plan,
+                self.name,
+                str(error),
+                error.peer if isinstance(error, PoisonError | StalledError) else None,
             )
         is_committed = await self.driver.decide(vote)
         if is_committed:
             tokens = self.knowledge.status.tokens + TOKENS * len(plan.names)
-            await self.driver.update_status(Status(round=plan.round + 1, tokens=tokens, digest=vote.digest or ""))
+            await self.driver.update_status(
+                Status(round=plan.round + 1, tokens=tokens, digest=vote.digest or "")
+            )
         else:
             await asyncio.gather(*(rank.attempts.drop() for rank in self.ranks))
         return plan, is_committed
@@ -232,7 +258,9 @@ class Leader:
         await self.membership.leave()
 
     def hears(self, names: str, kind: Literal["ready", "status"] = "ready") -> Callable[[], bool]:
-        """A check whether all of these islands have sent a ready message, or a status, of this island's round."""
+        """A check whether all of these islands have sent a ready message, or a status, of this
+        island's round.
+        """
 
         def has_heard() -> bool:
             known = self.protocol.readies.latest if kind == "ready" else self.knowledge.statuses
@@ -283,7 +311,9 @@ async def together(*work: Awaitable[T]) -> list[T | BaseException]:
     return await asyncio.gather(*work, return_exceptions=True)
 
 
-def plans_of(results: Iterable[tuple[Plan, bool] | BaseException]) -> list[tuple[int, list[str], bool]]:
+def plans_of(
+    results: Iterable[tuple[Plan, bool] | BaseException],
+) -> list[tuple[int, list[str], bool]]:
     """(attempt, participants, is committed) of each result. Raises the first exception."""
     found = []
     for result in results:

@@ -1,7 +1,9 @@
-"""Runs of a few islands under the round protocol, second by second, of which some lie, keep silent, freeze or die.
+"""Runs of a few islands under the round protocol, second by second, of which some lie, keep silent,
+freeze or die.
 
-The liars run the protocol, too, and each of their messages is falsified, sent to some only, or kept back, as their
-habits say. The honest ones are connected: what they send arrives within a second, in any order.
+The liars run the protocol, too, and each of their messages is falsified, sent to some only, or kept
+back, as their habits say. The honest ones are connected: what they send arrives within a second, in
+any order.
 """
 
 import random
@@ -24,8 +26,9 @@ from tests.outer.signers import claims_of
 from tests.outer.world import START, digest_after, has_no, ready_of
 
 SLOW, LATE, OVER, PLANLESS = 2, 4, 6, 3
-"""Seconds until the planner is slow to pass on votes, until votes are late, until replies to a query are, and until a
-planner is passed over."""
+"""Seconds until the planner is slow to pass on votes, until votes are late, until replies to a
+query are, and until a planner is passed over.
+"""
 LOST = 2
 """Seconds until an island that does not answer is found to be lost."""
 FIRST_DOUBT = 4
@@ -69,7 +72,9 @@ class Run:
     @property
     def slowest(self) -> int:
         """The round of the honest island that lives and is the farthest behind."""
-        return min(self.nodes[name].knowledge.status.round for name in self.honest if name not in self.dead)
+        return min(
+            self.nodes[name].knowledge.status.round for name in self.honest if name not in self.dead
+        )
 
     def pass_second(self) -> None:
         """Everybody repeats its messages, and what is under way arrives in any order."""
@@ -98,9 +103,15 @@ class Run:
         return frozenset([coordination.coordinator, sorted(others)[self.second % len(others)]])
 
     def step(self) -> bool:
-        """One island does something, or one message arrives. Returns False if there is nothing to do."""
+        """One island does something, or one message arrives. Returns False if there is nothing to
+        do.
+        """
         arriving = [i for i, mail in enumerate(self.mail) if mail[1] not in self.asleep]
-        ready = [n for n in self.awake if self.nodes[n].state in ("training", "reducing") and n not in self.gave_up]
+        ready = [
+            n
+            for n in self.awake
+            if self.nodes[n].state in ("training", "reducing") and n not in self.gave_up
+        ]
         if not arriving and not ready:
             return False
         if ready and (not arriving or self.chance.random() < 0.2):
@@ -137,7 +148,10 @@ class Run:
     def think(self, name: str) -> None:
         """What the driver does after a change."""
         node = self.nodes[name]
-        attempt, is_direct = None if node.own is None else node.own.attempt, node.coordination.is_direct
+        attempt, is_direct = (
+            None if node.own is None else node.own.attempt,
+            node.coordination.is_direct,
+        )
         key = node.state, attempt, node.knowledge.status.round, is_direct
         if self.since.get(name, (None, 0))[0] != key:
             self.since[name] = key, self.second
@@ -158,12 +172,16 @@ class Run:
         elif node.state == "voting":
             plan = node.plan
             assert plan is not None
-            outcome = node.conclude(is_late=waited >= LATE, is_over=waited >= OVER, is_slow=waited >= SLOW)
+            outcome = node.conclude(
+                is_late=waited >= LATE, is_over=waited >= OVER, is_slow=waited >= SLOW
+            )
             if outcome != "open" and name not in self.liars:
                 self.outcomes.setdefault(plan.id, set()).add(outcome)
             if outcome == "commit":
                 tokens = node.knowledge.status.tokens + sum(p.tokens for p in plan.participants)
-                node.update_status(Status(round=plan.round + 1, tokens=tokens, digest=digest_after(plan)))
+                node.update_status(
+                    Status(round=plan.round + 1, tokens=tokens, digest=digest_after(plan))
+                )
         elif node.state == "training" and (behind := node.knowledge.behind(is_settled=False)):
             self.follow(name, behind)
         self.flush(name)
@@ -175,14 +193,21 @@ class Run:
         held = {d: self.nodes[d].knowledge.status for d in claimed if d not in self.liars}
         # A liar may tell the truth: what it claims is the state that it has committed with others.
         held |= {d: s for d, s in claimed.items() if s.agrees_with(self.nodes[d].knowledge.status)}
-        made_up = {d: s for d, s in claimed.items() if d not in held and made_up_states in self.liars.get(d, [])}
-        # All of them claim the same digest, so what a liar gives in place of an honest one's state is found out.
+        made_up = {
+            d: s
+            for d, s in claimed.items()
+            if d not in held and made_up_states in self.liars.get(d, [])
+        }
+        # All of them claim the same digest, so what a liar gives in place of an honest one's state
+        # is found out.
         if donors := held or made_up:
             giver = min(donors)
             if giver in made_up and name not in self.liars:
                 self.fooled.append(name)
             if giver in held:
-                node.knowledge.claims.restore(self.nodes[giver].knowledge.claims.prove(donors[giver].claim))
+                node.knowledge.claims.restore(
+                    self.nodes[giver].knowledge.claims.prove(donors[giver].claim)
+                )
             node.update_status(donors[giver])
             return
         for donor in behind.donors:

@@ -1,4 +1,6 @@
-"""Helpers for tests of the network: ranks of several islands on one event loop, or an island in its own process."""
+"""Helpers for tests of the network: ranks of several islands on one event loop, or an island in its
+own process.
+"""
 
 import asyncio
 import hashlib
@@ -46,7 +48,8 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 async def swarm(
     kind: str, run_id: str = "run", connect_seconds: float = 10, run_key: RunKey | None = None
 ) -> AsyncIterator["Swarm"]:
-    """Create a Swarm, and close it and all of its networks at the end. `run_key` is the rendezvous' own.
+    """Create a Swarm, and close it and all of its networks at the end. `run_key` is the rendezvous'
+    own.
 
     The test is skipped if it needs hivemind and that is not installed.
     """
@@ -69,7 +72,9 @@ async def swarm(
 
 
 def with_two(kind: str, test: Callable[[Network, Network], Coroutine[Any, Any, None]]) -> None:
-    """Run a test with the networks of the islands a and b, each of one rank. A hang fails the test."""
+    """Run a test with the networks of the islands a and b, each of one rank. A hang fails the
+    test.
+    """
 
     async def main() -> None:
         async with swarm(kind) as place:
@@ -78,7 +83,9 @@ def with_two(kind: str, test: Callable[[Network, Network], Coroutine[Any, Any, N
     run(main())
 
 
-def with_connected(kind: str, test: Callable[[Network, Network], Coroutine[Any, Any, None]]) -> None:
+def with_connected(
+    kind: str, test: Callable[[Network, Network], Coroutine[Any, Any, None]]
+) -> None:
     """Like `with_two`; the transports of both are connected in one group."""
 
     async def main() -> None:
@@ -91,16 +98,27 @@ def with_connected(kind: str, test: Callable[[Network, Network], Coroutine[Any, 
 class Swarm:
     """Opens networks that find each other."""
 
-    def __init__(self, kind: str, run_id: str, connect_seconds: float, bootstrap: list[str]) -> None:
-        self.kind, self.run_id, self.connect_seconds, self.bootstrap = kind, run_id, connect_seconds, bootstrap
+    def __init__(
+        self, kind: str, run_id: str, connect_seconds: float, bootstrap: list[str]
+    ) -> None:
+        self.kind, self.run_id, self.connect_seconds, self.bootstrap = (
+            kind,
+            run_id,
+            connect_seconds,
+            bootstrap,
+        )
         self.hub = Hub()
         self.networks: list[Network] = []
         self._daemon_addresses: dict[str, str | None] = {}
 
     async def open(self, me: Endpoint, run_id: str | None = None, **changes: Any) -> Network:
-        """Open the network of one rank, with other settings if given. An island's rank 0 must be opened first."""
+        """Open the network of one rank, with other settings if given. An island's rank 0 must be
+        opened first.
+        """
         own = {"island_key": key_of(me.island), "connect_seconds": self.connect_seconds}
-        own |= {"daemon_address": self._daemon_addresses.get(me.island) if me.rank else None} | changes
+        own |= {
+            "daemon_address": self._daemon_addresses.get(me.island) if me.rank else None
+        } | changes
         network = await open_network(
             self.kind,
             NetworkSettings(
@@ -145,7 +163,9 @@ def tag(part: int, round_number: int = 3) -> Tag:
 
 
 def payload(num_bytes: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def key_of(island: str) -> IslandKey:
@@ -167,7 +187,9 @@ def member(island: str, incarnation: str = "00000000", **changes: Any) -> Member
 
 
 class RemotePeer:
-    """Island `b` in its own process. It joins a group with island `a`, serves calls, and then waits to be killed."""
+    """Island `b` in its own process. It joins a group with island `a`, serves calls, and then waits
+    to be killed.
+    """
 
     def __init__(self, kind: str, bootstrap: Sequence[str]) -> None:
         self._process = subprocess.Popen(

@@ -1,4 +1,6 @@
-"""Support for tests of rounds that wait for a quorum: islands that make their inner steps when they are told to."""
+"""Support for tests of rounds that wait for a quorum: islands that make their inner steps when they
+are told to.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,11 +62,14 @@ class Trainee:
             self.made = 0
 
     def wait_for_round(self, number: int) -> None:
-        """As many rounds as that are committed here, by the others; what has not landed still waits to."""
+        """As many rounds as that are committed here, by the others; what has not landed still waits
+        to.
+        """
         rounds = self.rounds
         with rounds._changed:
             assert rounds._changed.wait_for(
-                lambda: self.round + len(rounds._committed) >= number or rounds._has_ended, GUARD_SECONDS
+                lambda: self.round + len(rounds._committed) >= number or rounds._has_ended,
+                GUARD_SECONDS,
             )
 
     @property

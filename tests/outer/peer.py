@@ -15,7 +15,13 @@ async def main(kind: str, bootstrap: list[str]) -> None:
     network = await open_network(
         kind,
         NetworkSettings(
-            "run", B.island, B.rank, bootstrap, island_key=key_of(B.island), connect_seconds=20, record_seconds=4
+            "run",
+            B.island,
+            B.rank,
+            bootstrap,
+            island_key=key_of(B.island),
+            connect_seconds=20,
+            record_seconds=4,
         ),
     )
     waiting = asyncio.Event()
@@ -30,7 +36,13 @@ async def main(kind: str, bootstrap: list[str]) -> None:
     await network.membership.announce(member(B.island))
     daemon = getattr(network.transport, "_daemon", None)
     pid = daemon.p2p._child.pid if daemon else None
-    say({"transport": network.transport.address, "control": network.messenger.address, "daemon": pid})
+    say(
+        {
+            "transport": network.transport.address,
+            "control": network.messenger.address,
+            "daemon": pid,
+        }
+    )
     line = await asyncio.to_thread(sys.stdin.readline)
     await network.transport.connect("1", {Endpoint(i, r): a for i, r, a in json.loads(line)})
     await waiting.wait()

@@ -22,13 +22,17 @@ def rendezvous(count: int) -> Iterator[list[Rendezvous]]:
 
 
 @asynccontextmanager
-async def open_memberships(*members: tuple[str, list[str]], run_id: str = "run") -> AsyncIterator[list[TcpMembership]]:
+async def open_memberships(
+    *members: tuple[str, list[str]], run_id: str = "run"
+) -> AsyncIterator[list[TcpMembership]]:
     """Open memberships of these islands at these addresses."""
     found: list[TcpMembership] = []
     try:
         for island, addresses in members:
             auth = PeerAuth(island=key_of(island))
-            found.append(await open_membership(addresses, run_id, Endpoint(island, 0), 1.5, 10, auth))
+            found.append(
+                await open_membership(addresses, run_id, Endpoint(island, 0), 1.5, 10, auth)
+            )
         yield found
     finally:
         for membership in found:

@@ -1,4 +1,6 @@
-"""A signer without cryptography, for searches through many worlds, and certificates by any signers."""
+"""A signer without cryptography, for searches through many worlds, and certificates by any
+signers.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,9 +13,11 @@ from outer.agreement.proofs.witnesses import Witnesses
 
 
 class FakeSigner:
-    """Implements `outer.agreement.proofs.signer.Signer`. Whoever holds it signs for `island`, and for nobody else.
+    """Implements `outer.agreement.proofs.signer.Signer`. Whoever holds it signs for `island`, and
+    for nobody else.
 
-    The tests' liars hold their own signers only. So nobody forges a signature, although everybody could compute it.
+    The tests' liars hold their own signers only. So nobody forges a signature, although everybody
+    could compute it.
     """
 
     def __init__(self, island: str) -> None:
@@ -55,7 +59,9 @@ def signed_yes(plan: Plan, island: str, digest: str) -> Vote:
 
 
 def certify(status: Status, signers: Mapping[str, Signer]) -> Certificate:
-    """The certificate of a state that these islands have committed, or of one that they have agreed to invent."""
+    """The certificate of a state that these islands have committed, or of one that they have agreed
+    to invent.
+    """
     names = sorted(signers)
     statement = Statement(
         plan="0" * 32,
@@ -67,4 +73,6 @@ def certify(status: Status, signers: Mapping[str, Signer]) -> Certificate:
         islands=names,
         keys=[signers[name].public for name in names],
     )
-    return build_certificate(statement, {name: signers[name].sign(statement.text) for name in names})
+    return build_certificate(
+        statement, {name: signers[name].sign(statement.text) for name in names}
+    )

@@ -1,4 +1,6 @@
-"""Support for tests of fragments and delays: islands that stream, and the same run in one process."""
+"""Support for tests of fragments and delays: islands that stream, and the same run in one
+process.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,13 @@ NESTEROV = OuterOptimizerConfig()
 def layered(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
     """A model of three layers."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"embed": (13, 7), "layers.0.w": (6, 5), "layers.1.w": (4, 9), "layers.2.w": (6, 5), "head": (7, 13)}
+    shapes = {
+        "embed": (13, 7),
+        "layers.0.w": (6, 5),
+        "layers.1.w": (4, 9),
+        "layers.2.w": (6, 5),
+        "head": (7, 13),
+    }
     return {name: torch.randn(a * scale, b, generator=generator) for name, (a, b) in shapes.items()}
 
 
@@ -74,7 +82,9 @@ class Stream:
             return self.island.params.flat()
 
 
-def streamed(config: OuterConfig, rounds: int, island: Island) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+def streamed(
+    config: OuterConfig, rounds: int, island: Island
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """(global params, local params, digests) after so many rounds."""
     island.outer.begin()
     stream = Stream(island, config)
@@ -84,9 +94,13 @@ def streamed(config: OuterConfig, rounds: int, island: Island) -> tuple[torch.Te
 
 
 class OneProcess:
-    """The run as it should be, by the equations: one anchor g for all islands, and every island's own params."""
+    """The run as it should be, by the equations: one anchor g for all islands, and every island's
+    own params.
+    """
 
-    def __init__(self, islands: Sequence[str], config: OuterConfig, optimizer: OuterOptimizerConfig) -> None:
+    def __init__(
+        self, islands: Sequence[str], config: OuterConfig, optimizer: OuterOptimizerConfig
+    ) -> None:
         self.names, self.config, self.schedule = list(islands), config, build_schedule(config)
         self.g = {name: FakeParams({name: values}).values[0] for name, values in layered().items()}
         self.local = {island: {n: v.clone() for n, v in self.g.items()} for island in islands}
@@ -138,7 +152,9 @@ class OneProcess:
         mix = self.config.mix
         for local in self.local.values():
             for name in self._on_its_way:
-                local[name].copy_(self.g[name] * (1 - mix) + local[name] * mix if mix else self.g[name])
+                local[name].copy_(
+                    self.g[name] * (1 - mix) + local[name] * mix if mix else self.g[name]
+                )
         self._on_its_way = {}
 
     def flat_global(self) -> torch.Tensor:

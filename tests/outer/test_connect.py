@@ -1,4 +1,6 @@
-"""Islands that reach nobody when they start: a fresh one gives up at once, one that was in the run waits."""
+"""Islands that reach nobody when they start: a fresh one gives up at once, one that was in the run
+waits.
+"""
 
 import asyncio
 import logging
@@ -17,7 +19,13 @@ from tests.outer.nets import key_of, run
 def settings_of(island: str, bootstrap: str, folder: Path) -> NetworkSettings:
     names = folder / NAMES_FILE
     return NetworkSettings(
-        "run", island, 0, [bootstrap], island_key=key_of(island), names_path=names, connect_seconds=0.3
+        "run",
+        island,
+        0,
+        [bootstrap],
+        island_key=key_of(island),
+        names_path=names,
+        connect_seconds=0.3,
     )
 
 
@@ -36,13 +44,17 @@ def remember(folder: Path, *islands: str) -> None:
 
 
 @pytest.mark.parametrize("known", [(), ("a",)])
-def test_an_island_that_has_met_nobody_gives_up_when_no_address_answers(known: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_island_that_has_met_nobody_gives_up_when_no_address_answers(
+    known: tuple[str, ...], tmp_path: Path
+) -> None:
     remember(tmp_path, *known)
     with pytest.raises(UnreachableError, match=r"did not answer within 0.3 s"):
         run(open_network("gloo", settings_of("a", a_dead_address(), tmp_path)))
 
 
-def test_an_island_that_was_in_the_run_waits_until_an_address_answers(tmp_path: Path, caplog) -> None:
+def test_an_island_that_was_in_the_run_waits_until_an_address_answers(
+    tmp_path: Path, caplog
+) -> None:
     remember(tmp_path, "a", "b")
     address = a_dead_address()
     caplog.set_level(logging.WARNING)

@@ -38,12 +38,17 @@ async def open_probe_pair(place: Swarm) -> tuple[Network, Network]:
 
 
 async def ask(caller: Network, island: Network, kind: str, body: bytes = b"") -> bytes:
-    return await caller.messenger.call(island.messenger.address, kind, body, timeout_seconds=20, lane="bulk")
+    return await caller.messenger.call(
+        island.messenger.address, kind, body, timeout_seconds=20, lane="bulk"
+    )
 
 
 async def dial_back(caller: Network, island: Network, address: str) -> DialResult:
     return parse(
-        DialResult, await ask(caller, island, "dial_back", DialRequest(address=address).model_dump_json().encode())
+        DialResult,
+        await ask(
+            caller, island, "dial_back", DialRequest(address=address).model_dump_json().encode()
+        ),
     )
 
 
@@ -53,8 +58,15 @@ def test_an_island_says_who_it_is_and_moves_as_many_bytes_as_it_is_asked_to(kind
         async with swarm(kind) as place:
             caller, island = await open_probe_pair(place)
             told = parse(ProbeReply, await ask(caller, island, "probe"))
-            assert (told.config_hash, told.round, told.unix_time, told.wire) == (HASH, 7, 1e9, VERSION)
-            assert told.versions == package_versions() and {"python", "diloco", "torch"} <= set(told.versions)
+            assert (told.config_hash, told.round, told.unix_time, told.wire) == (
+                HASH,
+                7,
+                1e9,
+                VERSION,
+            )
+            assert told.versions == package_versions() and {"python", "diloco", "torch"} <= set(
+                told.versions
+            )
             for num_bytes in (1, 100_000):
                 request = BytesRequest(num_bytes=num_bytes).model_dump_json().encode()
                 assert len(await ask(caller, island, "probe_bytes", request)) == num_bytes
@@ -68,7 +80,10 @@ def test_an_island_calls_back_whom_it_can_reach_and_says_why_it_cannot(kind):
     async def main() -> None:
         async with swarm(kind) as place:
             caller, island = await open_probe_pair(place)
-            assert "nothing here answers 'probe'" in (await dial_back(caller, island, caller.messenger.address)).cause
+            assert (
+                "nothing here answers 'probe'"
+                in (await dial_back(caller, island, caller.messenger.address)).cause
+            )
             DiagnosticsServer(caller.messenger, ProbeResponder())
             assert (await dial_back(caller, island, caller.messenger.address)).cause == ""
             nowhere = (
@@ -83,7 +98,9 @@ def test_an_island_calls_back_whom_it_can_reach_and_says_why_it_cannot(kind):
 
 
 @pytest.mark.parametrize("kind", ["gloo", "tls", "hivemind"])
-def test_an_island_dials_no_host_but_its_callers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_island_dials_no_host_but_its_callers(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outer.diagnostics.DIAL_BACKS_PER_MINUTE", 20)
 
     async def main() -> None:
@@ -250,7 +267,8 @@ def test_a_route_leads_to_a_host_of_the_caller_or_is_none(place: str, route: str
 
 
 @pytest.mark.parametrize(
-    ("place", "route"), [("localhost:7", "127.0.0.1:7"), ("/dns/localhost/tcp/7", "/ip4/127.0.0.1/tcp/7")]
+    ("place", "route"),
+    [("localhost:7", "127.0.0.1:7"), ("/dns/localhost/tcp/7", "/ip4/127.0.0.1/tcp/7")],
 )
 def test_a_name_of_a_host_is_resolved_once(place: str, route: str) -> None:
     assert asyncio.run(route_to({"127.0.0.1"}, place)) == route

@@ -1,4 +1,6 @@
-"""Random bytes, and valid ones with a few changed, for everything that decodes what a peer has sent."""
+"""Random bytes, and valid ones with a few changed, for everything that decodes what a peer has
+sent.
+"""
 
 import asyncio
 import importlib
@@ -22,7 +24,14 @@ from outer.errors import MessageError, PeerLost
 from outer.membership import records
 from outer.membership.records import parse_record
 from outer.network.endpoints import Endpoint, Kind, Leg, Tag, Traffic
-from outer.network.frames import FrameStream, Header, hash_names, pack_header, parse_header, unpack_call
+from outer.network.frames import (
+    FrameStream,
+    Header,
+    hash_names,
+    pack_header,
+    parse_header,
+    unpack_call,
+)
 from outer.network.handshake import Challenge, Hello, Proof, read_hello, say_hello
 from outer.network.messages import Message, parse
 from outer.network.run_key import PeerAuth, RunKey, seal, unseal
@@ -36,7 +45,12 @@ for module in pkgutil.walk_packages(outer.__path__, "outer."):
 
 def all_messages(base: type[BaseModel]) -> list[type[BaseModel]]:
     """Every message that is declared somewhere in outer."""
-    return [m for sub in base.__subclasses__() for m in (sub, *all_messages(sub)) if m.__module__.startswith("outer")]
+    return [
+        m
+        for sub in base.__subclasses__()
+        for m in (sub, *all_messages(sub))
+        if m.__module__.startswith("outer")
+    ]
 
 
 MESSAGES = sorted(all_messages(Message), key=lambda m: (m.__module__, m.__name__))
@@ -57,7 +71,9 @@ jsons: st.SearchStrategy[Any] = st.recursive(
     | st.floats()
     | st.text(max_size=20)
     | st.sampled_from(["a", "0123456789abcdef", "yes", "no"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -65,7 +81,11 @@ jsons: st.SearchStrategy[Any] = st.recursive(
 def bodies(model: type[BaseModel]) -> st.SearchStrategy[bytes]:
     """Random bytes, and JSON objects with the message's own keys."""
     objects = st.fixed_dictionaries({}, optional=dict.fromkeys(model.model_fields, jsons))
-    return st.binary(max_size=200) | objects.map(lambda value: json.dumps(value).encode()) | st.just(NESTED)
+    return (
+        st.binary(max_size=200)
+        | objects.map(lambda value: json.dumps(value).encode())
+        | st.just(NESTED)
+    )
 
 
 @st.composite
@@ -103,7 +123,9 @@ ADDRESS = f"{PEER_ID}:0@/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID};{_RELAYED}"
 
 
 def test_every_kind_of_message_is_fuzzed():
-    assert {"Ready", "Plan", "Vote", "Status", "OutcomeQuery", "Position"} <= {m.__name__ for m in MESSAGES}
+    assert {"Ready", "Plan", "Vote", "Status", "OutcomeQuery", "Position"} <= {
+        m.__name__ for m in MESSAGES
+    }
     assert RECORD_MESSAGES
 
 
@@ -160,7 +182,10 @@ def test_a_sealed_record_opens_or_is_refused(raw, key):
 
 
 @often
-@given(random_or_damaged(ADDRESS.encode()).map(lambda raw: raw.decode(errors="replace")) | st.text(max_size=100))
+@given(
+    random_or_damaged(ADDRESS.encode()).map(lambda raw: raw.decode(errors="replace"))
+    | st.text(max_size=100)
+)
 @example(ADDRESS)
 @example(f"{PEER_ID}:0@/p2p-circuit")
 @example(f"{PEER_ID}:0@/ip4/1.2.3.4/tcp/9/p2p-circuit")
@@ -176,10 +201,17 @@ def test_a_codec_decodes_or_refuses(name):
     valid = bytes(codec.encode(torch.linspace(-1, 1, 300)).numpy())
 
     @seldom
-    @given(random_or_damaged(valid) | st.binary(min_size=len(valid), max_size=len(valid)), st.sampled_from([0, 1, 300]))
+    @given(
+        random_or_damaged(valid) | st.binary(min_size=len(valid), max_size=len(valid)),
+        st.sampled_from([0, 1, 300]),
+    )
     def fuzz(raw: bytes, num_elements: int) -> None:
         with suppress(MessageError):
-            payload = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+            payload = (
+                torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+                if raw
+                else torch.empty(0, dtype=torch.uint8)
+            )
             values = codec.decode(payload, num_elements)
             assert values.shape == (num_elements,)
 
@@ -208,7 +240,9 @@ def test_an_acceptor_is_met_or_refused(raw):
 
 
 def feed(raw: bytes, meet: Callable[[FrameStream], Awaitable[Any]]) -> None:
-    """Let one side of a handshake hear `raw` and then the end; nobody gets through without a fresh proof."""
+    """Let one side of a handshake hear `raw` and then the end; nobody gets through without a fresh
+    proof.
+    """
 
     async def main() -> None:
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)

@@ -22,7 +22,12 @@ BROKEN = 1e30
 
 
 def config(num_islands: int, **changes: object) -> OuterConfig:
-    fields = {"start_islands": num_islands, "transport": "loopback", "wait_seconds": GUARD_SECONDS, "rounds": 12}
+    fields = {
+        "start_islands": num_islands,
+        "transport": "loopback",
+        "wait_seconds": GUARD_SECONDS,
+        "rounds": 12,
+    }
     return OuterConfig(**{**fields, **changes})
 
 
@@ -123,7 +128,9 @@ def test_two_of_three_go_back_and_the_third_takes_their_state() -> None:
         earlier = saved(island.outer)
         train_and_land(island)
         if island.name == "c":
-            with pytest.raises(CaughtUp, match="a, b went back to an earlier state, which this island lacks"):
+            with pytest.raises(
+                CaughtUp, match="a, b went back to an earlier state, which this island lacks"
+            ):
                 land(island)
         else:
             assert land(island, earlier).participants == ["a", "b", "c"]
@@ -218,4 +225,6 @@ def test_an_offer_that_is_withdrawn_makes_no_round_go_back() -> None:
         return [heard.earlier for heard in trainee.heard]
 
     made = config(2, wait_for="quorum", quorum=2, inner_steps=4)
-    assert set(chain.from_iterable(run_islands(dict.fromkeys("ab", script), made, model=layered).values())) == {None}
+    assert set(
+        chain.from_iterable(run_islands(dict.fromkeys("ab", script), made, model=layered).values())
+    ) == {None}

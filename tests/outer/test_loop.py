@@ -43,16 +43,23 @@ def rounds(num_rounds: int, island: Island) -> list[torch.Tensor]:
 
 
 def reference(participants: list[str], optimizer: OuterOptimizerConfig) -> list[torch.Tensor]:
-    """The same in one process: the params after each round, made by the islands named for it ("abc")."""
+    """The same in one process: the params after each round, made by the islands named for it
+    ("abc").
+    """
     named = tensors()
     flat = torch.cat([values.flatten() for values in named.values()])
-    momentum = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov and optimizer.momentum > 0}
+    momentum = {
+        "momentum": optimizer.momentum,
+        "nesterov": optimizer.nesterov and optimizer.momentum > 0,
+    }
     sgd = torch.optim.SGD([flat], lr=optimizer.lr, **momentum)
     found = []
     for number, names in enumerate(participants):
         mean = torch.zeros_like(flat)
         for island in names:
-            steps = torch.cat([progress(island, number, n, as_matrix_like(v)).flatten() for n, v in named.items()])
+            steps = torch.cat(
+                [progress(island, number, n, as_matrix_like(v)).flatten() for n, v in named.items()]
+            )
             weight = torch.tensor(TOKENS[island] / sum(TOKENS[name] for name in names))
             mean += (flat - (flat + steps)) * weight
         flat.grad = mean
@@ -68,15 +75,21 @@ def as_matrix_like(values: torch.Tensor) -> torch.Tensor:
 def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(found) == len(expected)
     for number, (left, right) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(left, right), f"round {number}: {int((left != right).sum())} elements differ"
+        assert torch.equal(left, right), (
+            f"round {number}: {int((left != right).sum())} elements differ"
+        )
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "abc"])
-@pytest.mark.parametrize("optimizer", [OuterOptimizerConfig(), OuterOptimizerConfig(nesterov=False), AVERAGE])
+@pytest.mark.parametrize(
+    "optimizer", [OuterOptimizerConfig(), OuterOptimizerConfig(nesterov=False), AVERAGE]
+)
 def test_the_trajectory_is_that_of_sgd_on_averaged_pseudo_gradients(
     names: str, optimizer: OuterOptimizerConfig
 ) -> None:
-    found = run_islands(dict.fromkeys(names, partial(rounds, 6)), config(len(names), optimizer=optimizer))
+    found = run_islands(
+        dict.fromkeys(names, partial(rounds, 6)), config(len(names), optimizer=optimizer)
+    )
     for name in names:
         assert_equal(found[name], reference([names] * 6, optimizer))
 
@@ -104,8 +117,15 @@ def test_reports_say_what_happened() -> None:
         a, b = (reports[name][number] for name in "ab")
         assert a.digest == b.digest
         assert (a.round, a.attempt, a.participants, a.is_committed) == (number, 0, ["a", "b"], True)
-        # 121 fp32 elements in 8 parts; each part goes one way as a pseudo-gradient and the other as the mean.
-        assert a.bytes_sent == b.bytes_sent == a.bytes_received == b.bytes_received == 4 * 121 + 8 * HEADER_BYTES
+        # 121 fp32 elements in 8 parts; each part goes one way as a pseudo-gradient and the other as
+        # the mean.
+        assert (
+            a.bytes_sent
+            == b.bytes_sent
+            == a.bytes_received
+            == b.bytes_received
+            == 4 * 121 + 8 * HEADER_BYTES
+        )
         assert 0 < a.pseudo_grad_norm < 1 and a.cause == ""
     assert len({report.digest for report in reports["a"]}) == 3
 
@@ -121,7 +141,9 @@ def test_reports_compare_the_pseudo_gradient_with_the_mean() -> None:
     found = run_islands(dict.fromkeys("abc", script), config(3, optimizer=AVERAGE))
     for own, mean, report in found.values():
         assert report.mean_norm == pytest.approx(float(mean.norm()), rel=1e-4)
-        assert report.mean_cosine == pytest.approx(float(own @ mean / own.norm() / mean.norm()), abs=1e-4)
+        assert report.mean_cosine == pytest.approx(
+            float(own @ mean / own.norm() / mean.norm()), abs=1e-4
+        )
         assert report.signers == 3
 
 
@@ -130,7 +152,9 @@ def test_the_position_counts_rounds_and_the_tokens_of_all_islands() -> None:
         rounds(2, island)
         return island.outer.position.round, island.outer.position.tokens
 
-    assert set(run_islands(dict.fromkeys("abc", script), config(3)).values()) == {(2, 2 * sum(TOKENS.values()))}
+    assert set(run_islands(dict.fromkeys("abc", script), config(3)).values()) == {
+        (2, 2 * sum(TOKENS.values()))
+    }
 
 
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "int8"])
@@ -145,7 +169,7 @@ def test_digests_and_params_are_equal_everywhere_with_a_lossy_codec(codec: str) 
     assert torch.equal(found["a"][1], found["b"][1]) and torch.equal(found["b"][1], found["c"][1])
 
 
-# -- aborted rounds -------------------------------------------------------------------------------------------
+# -- aborted rounds --------------------------------------------------------------------------------
 
 
 def test_an_aborted_attempt_changes_nothing_and_keeps_local_progress() -> None:
@@ -177,7 +201,9 @@ def test_when_an_island_dies_in_a_round_the_others_go_on_without_it(victim: str)
     found = run_islands(dict.fromkeys("abc", script), config(3), faults={victim: dies_in(2)})
     survivors = "abc".replace(victim, "")
     for name in survivors:
-        assert_equal(found[name], reference(["abc", "abc", survivors, survivors], OuterOptimizerConfig()))
+        assert_equal(
+            found[name], reference(["abc", "abc", survivors, survivors], OuterOptimizerConfig())
+        )
 
 
 def test_a_non_finite_pseudo_gradient_stops_its_island_by_name_and_the_others_go_on() -> None:
@@ -207,7 +233,7 @@ def test_too_few_islands_end_the_run_with_the_reason() -> None:
     run_islands({"a": script}, config(1, quorum=2, below_quorum="stop", wait_seconds=0.2))
 
 
-# -- joiners --------------------------------------------------------------------------------------------------
+# -- joiners ---------------------------------------------------------------------------------------
 
 
 def test_a_joiner_takes_the_state_bit_for_bit_and_commits_with_the_others() -> None:
@@ -318,5 +344,7 @@ def test_another_model_takes_no_state(caplog: pytest.LogCaptureFixture) -> None:
             refused.set()
 
     scales = iter([1, 2])
-    found = run_islands({"a": old, "b": other}, config(1), model=lambda: tensors(scale=next(scales)))
+    found = run_islands(
+        {"a": old, "b": other}, config(1), model=lambda: tensors(scale=next(scales))
+    )
     assert found["b"] == 0 and "trains another model" in caplog.text

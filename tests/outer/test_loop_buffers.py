@@ -1,4 +1,6 @@
-"""Buffers as committed state: what they become in each kind of round, who takes them, and what is refused."""
+"""Buffers as committed state: what they become in each kind of round, who takes them, and what is
+refused.
+"""
 
 import re
 import threading
@@ -32,13 +34,18 @@ def config(num_islands: int, **changes: object) -> OuterConfig:
 
 
 def model() -> dict[str, torch.Tensor]:
-    """Params of three layers, a bias and a variance that rounds average, and a buffer of each island's own."""
+    """Params of three layers, a bias and a variance that rounds average, and a buffer of each
+    island's own.
+    """
     return layered() | {BIAS: torch.zeros(8), RUNNING: torch.ones(5), OWN: torch.zeros(3)}
 
 
 def named(island: Island) -> dict[str, torch.Tensor]:
     """This island's tensors by name, copied."""
-    return {held.name: v.clone().flatten() for held, v in zip(island.params.slices, island.params.values, strict=True)}
+    return {
+        held.name: v.clone().flatten()
+        for held, v in zip(island.params.slices, island.params.values, strict=True)
+    }
 
 
 def buffers(island: Island) -> torch.Tensor:
@@ -47,7 +54,9 @@ def buffers(island: Island) -> torch.Tensor:
     return torch.cat([found[BIAS], found[RUNNING]])
 
 
-def rounds(num_rounds: int, island: Island) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]]:
+def rounds(
+    num_rounds: int, island: Island
+) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]]:
     """Of each round: what this island had before and after it, and the digest."""
     island.outer.begin()
     found = []
@@ -68,9 +77,13 @@ def by_hand(values: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("codec", ["fp32", "int4", "topk"])
 @pytest.mark.parametrize("rule", ["mean", "radial"])
-def test_a_buffer_becomes_the_token_weighted_mean_whatever_steps_and_encodes_params(codec: str, rule: str) -> None:
+def test_a_buffer_becomes_the_token_weighted_mean_whatever_steps_and_encodes_params(
+    codec: str, rule: str
+) -> None:
     optimizer = OuterOptimizerConfig(lr=0.3, momentum=0.9)
-    made = config(3, optimizer=optimizer, codec=codec, merge={"rule": rule}, coding={"feedback": 0.9})
+    made = config(
+        3, optimizer=optimizer, codec=codec, merge={"rule": rule}, coding={"feedback": 0.9}
+    )
     found = run_islands(dict.fromkeys("abc", partial(rounds, 4)), made, model=model)
     for number in range(4):
         for name in (BIAS, RUNNING):
@@ -84,7 +97,9 @@ def test_params_go_on_as_without_buffers_and_the_bytes_are_those_of_the_buffers_
     def script(island: Island) -> tuple[torch.Tensor, int]:
         island.outer.begin()
         sent = sum(island.round(100).bytes_sent for _ in range(3))
-        return torch.cat([values for name, values in named(island).items() if "@" not in name]), sent
+        return torch.cat(
+            [values for name, values in named(island).items() if "@" not in name]
+        ), sent
 
     made = config(2, codec="int8")
     params, with_buffers = run_islands(dict.fromkeys("ab", script), made, model=model)["a"]
@@ -100,7 +115,9 @@ def test_a_digest_covers_averaged_buffers_and_not_an_islands_own() -> None:
         digests = [island.outer.replica._compute_digest(island.outer.replica.ranks)]
         for name in (OWN, BIAS):
             part = next(
-                p for p in island.outer.replica.space.parts if island.outer.replica.space.name_at(p.start) == name
+                p
+                for p in island.outer.replica.space.parts
+                if island.outer.replica.space.name_at(p.start) == name
             )
             carried.parts[part.index][0] += 1
             carried._digests.clear()
@@ -121,7 +138,11 @@ def test_a_buffer_that_no_island_changes_keeps_its_bits() -> None:
             island.commit(TOKENS[island.name])
         return named(island)["b@buffer"]
 
-    found = run_islands(dict.fromkeys("abc", script), config(3), model=lambda: tensors() | {"b@buffer": value.clone()})
+    found = run_islands(
+        dict.fromkeys("abc", script),
+        config(3),
+        model=lambda: tensors() | {"b@buffer": value.clone()},
+    )
     assert all(torch.equal(found[name], value) for name in "abc")
 
 
@@ -131,7 +152,7 @@ def test_a_mean_stays_within_the_values_that_count() -> None:
     assert torch.equal(held, torch.tensor([1.0, 3.0]))
 
 
-# -- every kind of round --------------------------------------------------------------------------------------------
+# -- every kind of round ---------------------------------------------------------------------------
 
 KINDS = {
     "plain": {},
@@ -164,8 +185,11 @@ def test_buffers_are_equal_everywhere_once_a_round_has_landed(kind: str) -> None
     found = run_islands(dict.fromkeys("abc", script), made, model=model)
     for number in range(made.num_rounds):
         assert len({found[island][number][2] for island in "abc"}) == 1
-        mean = by_hand([found[island][number][0] for island in "abc"], [TOKENS[island] for island in "abc"])
-        # With fragments, the bias goes with the params of its layer 1, and the variance with those of layer 2.
+        mean = by_hand(
+            [found[island][number][0] for island in "abc"], [TOKENS[island] for island in "abc"]
+        )
+        # With fragments, the bias goes with the params of its layer 1, and the variance with those
+        # of layer 2.
         sent = (
             [[False] * 8 + [True] * 5, [True] * 8 + [False] * 5, [False] * 13][number % 3]
             if made.fragments > 1
@@ -179,7 +203,9 @@ def test_buffers_are_equal_everywhere_once_a_round_has_landed(kind: str) -> None
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-def test_buffers_of_an_observer_are_the_committed_ones_after_each_round_it_hears_of(delayed: bool) -> None:
+def test_buffers_of_an_observer_are_the_committed_ones_after_each_round_it_hears_of(
+    delayed: bool,
+) -> None:
     optimizer = OuterOptimizerConfig(delayed=delayed)
     made = stream_config(2, inner_steps=2, wait_for="quorum", rounds=50, optimizer=optimizer)
     heard, over = threading.Barrier(2), threading.Event()
@@ -237,19 +263,30 @@ def test_global_params_hold_the_committed_buffers() -> None:
         local = buffers(island)
         with island.outer.global_params():
             inside = buffers(island)
-        return torch.equal(inside, committed) and torch.equal(buffers(island), local) and not torch.equal(local, inside)
+        return (
+            torch.equal(inside, committed)
+            and torch.equal(buffers(island), local)
+            and not torch.equal(local, inside)
+        )
 
     assert run_islands({"a": script}, config(1), model=model)["a"]
 
 
 def test_each_layers_buffers_go_with_the_fragment_of_its_params() -> None:
     fragments = [{"layers.0.w", "layers.2.w"}, {"layers.1.w"}, {"embed", "head"}]
-    specs = [Spec(name, (3,)) for name in ("layers.2.b@buffer", "layers.1.b@buffer", "b@buffer", "layers.7.b@buffer")]
+    specs = [
+        Spec(name, (3,))
+        for name in ("layers.2.b@buffer", "layers.1.b@buffer", "b@buffer", "layers.7.b@buffer")
+    ]
     found = assign_buffers(specs, fragments)
-    assert found == [("layers.2.b@buffer",), ("layers.1.b@buffer",), ("b@buffer", "layers.7.b@buffer")]
+    assert found == [
+        ("layers.2.b@buffer",),
+        ("layers.1.b@buffer",),
+        ("b@buffer", "layers.7.b@buffer"),
+    ]
 
 
-# -- whoever takes the state ----------------------------------------------------------------------------------------
+# -- whoever takes the state -----------------------------------------------------------------------
 
 
 def test_a_joiner_takes_averaged_buffers_and_a_donors_own_ones() -> None:
@@ -279,7 +316,9 @@ def test_a_joiner_takes_averaged_buffers_and_a_donors_own_ones() -> None:
     assert found["a"][1] == found["b"][1] == found["c"][1]
 
 
-def test_an_island_that_missed_a_round_keeps_progress_and_own_buffers_but_not_averaged_ones() -> None:
+def test_an_island_that_missed_a_round_keeps_progress_and_own_buffers_but_not_averaged_ones() -> (
+    None
+):
     alone, taken = threading.Event(), threading.Event()
     both = threading.Barrier(2)
 
@@ -320,7 +359,9 @@ def test_a_saved_state_has_the_buffers_and_goes_on(moments: tuple[int, int] | No
 
     def with_moments() -> dict[str, torch.Tensor]:
         kinds = ("exp_avg", "exp_avg_sq") if moments else ()
-        return model() | {f"{name}@{kind}": torch.zeros_like(v) for kind in kinds for name, v in layered().items()}
+        return model() | {
+            f"{name}@{kind}": torch.zeros_like(v) for kind in kinds for name, v in layered().items()
+        }
 
     def train(island: Island, number: int) -> str:
         for held, values in zip(island.params.slices, island.params.values, strict=True):
@@ -346,7 +387,7 @@ def test_a_saved_state_has_the_buffers_and_goes_on(moments: tuple[int, int] | No
     assert before["a"][1] == before["b"][1] == after["a"][1] == after["b"][1]
 
 
-# -- hostile values -------------------------------------------------------------------------------------------------
+# -- hostile values --------------------------------------------------------------------------------
 
 
 class Wrong(NoHooks):
@@ -380,7 +421,9 @@ def test_a_peers_wrong_payload_of_a_buffer_is_refused_by_its_name(value: float |
         finally:
             both_are_done.wait(GUARD_SECONDS)
 
-    found = run_islands(dict.fromkeys("ab", script), config(2), model=model, hooks={"b": Wrong(value)})
+    found = run_islands(
+        dict.fromkeys("ab", script), config(2), model=model, hooks={"b": Wrong(value)}
+    )
     assert not any(is_committed for is_committed, _ in found.values())
     assert any(re.search(r"island 'b'|52", cause) for _, cause in found.values()), found
 
@@ -388,7 +431,9 @@ def test_a_peers_wrong_payload_of_a_buffer_is_refused_by_its_name(value: float |
 def test_an_islands_own_buffer_that_is_not_finite_stops_it_by_name() -> None:
     def script(island: Island) -> str:
         island.outer.begin()
-        values = dict(zip([held.name for held in island.params.slices], island.params.values, strict=True))
+        values = dict(
+            zip([held.name for held in island.params.slices], island.params.values, strict=True)
+        )
         values[BIAS][2] = torch.nan
         with pytest.raises(OuterError) as caught:
             island.attempt(1)

@@ -1,4 +1,6 @@
-"""Delayed Nesterov (2401.09135): the same step as all at once, and islands of unequal speed that do not wait."""
+"""Delayed Nesterov (2401.09135): the same step as all at once, and islands of unequal speed that do
+not wait.
+"""
 
 import heapq
 from dataclasses import dataclass
@@ -23,7 +25,9 @@ def start() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_islands", [1, 2, 4, 7])
-def test_as_many_pushes_as_islands_make_the_step_of_nesterov_on_their_mean(num_islands: int) -> None:
+def test_as_many_pushes_as_islands_make_the_step_of_nesterov_on_their_mean(
+    num_islands: int,
+) -> None:
     at_once, one_by_one = start(), start()
     together = OuterOptimizer({0: at_once}, NESTEROV)
     apart = OuterOptimizer({0: one_by_one}, DELAYED, num_islands)
@@ -58,7 +62,9 @@ def test_each_part_counts_its_own_pushes() -> None:
 
 
 @pytest.mark.parametrize("num_islands,coefficient", [(1, 1.9), (4, 12.144)])
-def test_nesterov_at_each_push_takes_equal_gradients_many_times(num_islands: int, coefficient: float) -> None:
+def test_nesterov_at_each_push_takes_equal_gradients_many_times(
+    num_islands: int, coefficient: float
+) -> None:
     # Why it is delayed: 4 + 4 b + 3 b^2 + 2 b^3 + b^4 for four islands.
     values = torch.zeros(1, dtype=torch.float64)
     optimizer = OuterOptimizer({0: values}, OuterOptimizerConfig(lr=1.0, momentum=0.9))
@@ -78,7 +84,7 @@ def test_eager_updates_are_not_delayed() -> None:
         OuterConfig(eager=True, delay=3, optimizer=DELAYED)
 
 
-# -- a toy with islands of unequal speed ------------------------------------------------------------------------------
+# -- a toy with islands of unequal speed -----------------------------------------------------------
 
 SPEEDS = (40, 37, 33, 10)
 """Inner steps in a unit of time."""
@@ -156,5 +162,7 @@ def test_at_unequal_speeds_it_is_as_good_as_waiting_and_nesterov_at_each_push_is
         delayed = raced(Race(DELAYED, is_dynamic=True, grace=grace), total_steps)
         assert delayed < most * waiting, (grace, waiting, delayed)
     for lr in (0.7, 0.07):
-        naive = raced(Race(NESTEROV.model_copy(update={"lr": lr}), is_dynamic=False, grace=0.0), total_steps)
+        naive = raced(
+            Race(NESTEROV.model_copy(update={"lr": lr}), is_dynamic=False, grace=0.0), total_steps
+        )
         assert naive > 10 * waiting, (lr, waiting, naive)

@@ -20,7 +20,9 @@ torch.set_num_threads(1)
 
 def parts_of(num_parts: int, size: int) -> list[torch.Tensor]:
     rng = np.random.default_rng(num_parts)
-    return [torch.from_numpy(rng.standard_normal(size).astype(np.float32)) for _ in range(num_parts)]
+    return [
+        torch.from_numpy(rng.standard_normal(size).astype(np.float32)) for _ in range(num_parts)
+    ]
 
 
 def test_weights_are_shares_of_the_tokens() -> None:
@@ -58,8 +60,12 @@ def test_weights_sum_to_one(tokens: list[int]) -> None:
 @pytest.mark.parametrize("size", [0, 1, 1000, 4099])
 def test_the_mean_is_near_the_fp64_mean(num_parts: int, size: int) -> None:
     parts, weights = parts_of(num_parts, size), weights_of(list(range(1, num_parts + 1)))
-    expected = sum(part.numpy().astype(np.float64) * w for part, w in zip(parts, weights, strict=True))
-    magnitude = sum(part.abs().numpy().astype(np.float64) * w for part, w in zip(parts, weights, strict=True))
+    expected = sum(
+        part.numpy().astype(np.float64) * w for part, w in zip(parts, weights, strict=True)
+    )
+    magnitude = sum(
+        part.abs().numpy().astype(np.float64) * w for part, w in zip(parts, weights, strict=True)
+    )
     error = np.abs(weighted_mean(parts, weights).numpy() - expected)
     assert (error <= (num_parts + 2) * 2.0**-24 * magnitude).all()
 

@@ -1,4 +1,6 @@
-"""Averaged moments of the inner optimizer (DES-LOC, 2505.22549): what is sent when, what it becomes, who takes it."""
+"""Averaged moments of the inner optimizer (DES-LOC, 2505.22549): what is sent when, what it
+becomes, who takes it.
+"""
 
 import re
 import threading
@@ -17,7 +19,15 @@ from outer.space.fragments import FragmentSchedule, add_moments, build_part_grou
 from outer.space.layout import Space
 from outer.state.global_state import GlobalState
 from outer.state.part_state import Position, advance, unpack
-from tests.outer.islands import GUARD_SECONDS, Island, Spec, fails_in, progress, run_islands, tensors
+from tests.outer.islands import (
+    GUARD_SECONDS,
+    Island,
+    Spec,
+    fails_in,
+    progress,
+    run_islands,
+    tensors,
+)
 from tests.outer.streams import Stream, layered
 
 torch.set_num_threads(1)
@@ -37,11 +47,15 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def with_zeros(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return params | {f"{n}@{kind}": torch.zeros_like(v) for kind in KINDS[1:] for n, v in params.items()}
+    return params | {
+        f"{n}@{kind}": torch.zeros_like(v) for kind in KINDS[1:] for n, v in params.items()
+    }
 
 
 def train(island: Island, step: int) -> None:
-    """Fake inner steps of params and first moments; second moments become others, over many magnitudes."""
+    """Fake inner steps of params and first moments; second moments become others, over many
+    magnitudes.
+    """
     for held, values in zip(island.params.slices, island.params.values, strict=True):
         moved = progress(island.name, step, held.name, values)
         values.copy_(10 ** (1000 * moved) if kind_of(held.name) == "exp_avg_sq" else values + moved)
@@ -54,7 +68,10 @@ def kind_of(name: str) -> str:
 def local(island: Island) -> dict[str, torch.Tensor]:
     """By kind, this island's params or moments, flat."""
     named = list(zip(island.params.slices, island.params.values, strict=True))
-    return {kind: torch.cat([v.flatten() for held, v in named if kind_of(held.name) == kind]) for kind in KINDS}
+    return {
+        kind: torch.cat([v.flatten() for held, v in named if kind_of(held.name) == kind])
+        for kind in KINDS
+    }
 
 
 Seen = list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], RoundReport]]
@@ -76,7 +93,9 @@ def mean_of(found: dict[str, Seen], number: int, kind: str) -> torch.Tensor:
     """Of what the islands had before the round, in fp32 and in their order."""
     total = torch.zeros_like(found["a"][number][0][kind])
     for name, seen in found.items():
-        total += seen[number][0][kind] * torch.tensor(TOKENS[name] / sum(TOKENS[name] for name in found))
+        total += seen[number][0][kind] * torch.tensor(
+            TOKENS[name] / sum(TOKENS[name] for name in found)
+        )
     return total
 
 
@@ -88,13 +107,17 @@ def test_moments_become_their_plain_mean_in_their_period_and_stay_apart_between(
             for name in "abc":
                 before, after, _ = found[name][number]
                 is_sent = (number + 1) % period == 0
-                assert torch.equal(after[kind], mean_of(found, number, kind) if is_sent else before[kind]), number
+                assert torch.equal(
+                    after[kind], mean_of(found, number, kind) if is_sent else before[kind]
+                ), number
         assert len({found[name][number][2].digest for name in "abc"}) == 1
 
 
 def test_params_go_on_as_without_moments() -> None:
     def params(made: OuterConfig) -> list[torch.Tensor]:
-        found = run_islands(dict.fromkeys("ab", partial(rounds, 3)), made, model=model if made.moments else tensors)
+        found = run_islands(
+            dict.fromkeys("ab", partial(rounds, 3)), made, model=model if made.moments else tensors
+        )
         return [after["params"] for _, after, _ in found["a"]]
 
     # A model without moments has no moments to read.
@@ -111,7 +134,9 @@ def test_params_go_on_as_without_moments() -> None:
     assert all(torch.equal(a, b) for a, b in zip(params(config(2)), without, strict=True))
 
 
-def test_moments_every_third_and_sixth_time_make_traffic_one_and_a_half_times_that_of_params() -> None:
+def test_moments_every_third_and_sixth_time_make_traffic_one_and_a_half_times_that_of_params() -> (
+    None
+):
     def sent(moments: tuple[int, int] | None) -> list[int]:
         def script(island: Island) -> list[int]:
             island.outer.begin()
@@ -164,16 +189,22 @@ def test_a_peer_whose_second_moments_are_negative_is_named_and_nothing_of_it_is_
         finally:
             both_are_done.wait(GUARD_SECONDS)
 
-    found = run_islands(dict.fromkeys("ab", script), config(2, moments=(1, 1)), model=model, hooks={"b": Lies()})
+    found = run_islands(
+        dict.fromkeys("ab", script), config(2, moments=(1, 1)), model=model, hooks={"b": Lies()}
+    )
     assert not any(is_committed for is_committed, _ in found.values())
     # Whoever finds it second may only see that the other has left.
-    assert any(re.search(r"island 'b' sent .* a second moment of -", cause) for _, cause in found.values())
+    assert any(
+        re.search(r"island 'b' sent .* a second moment of -", cause) for _, cause in found.values()
+    )
 
 
 def test_an_islands_own_negative_second_moment_stops_it_by_name() -> None:
     def script(island: Island) -> str:
         island.outer.begin()
-        named = dict(zip([held.name for held in island.params.slices], island.params.values, strict=True))
+        named = dict(
+            zip([held.name for held in island.params.slices], island.params.values, strict=True)
+        )
         named["wq@exp_avg_sq"][2, 3] = -0.5
         with pytest.raises(OuterError) as caught:
             island.attempt(1)
@@ -183,15 +214,20 @@ def test_an_islands_own_negative_second_moment_stops_it_by_name() -> None:
     assert found["a"] == "'wq@exp_avg_sq' holds -0.5, but a mean of squares is never below 0"
 
 
-# -- fragments, delay, mix ------------------------------------------------------------------------------------------
+# -- fragments, delay, mix -------------------------------------------------------------------------
 
 
 def test_a_round_sends_of_its_fragment_what_its_cycle_is_for() -> None:
     made = config(1, fragments=3, moments=(1, 2))
     specs = [Spec(name, tuple(values.shape)) for name, values in layered().items()]
-    space = Space(add_moments(specs, made), 16, 1, build_part_groups(specs, made, splits_fine=False))
+    space = Space(
+        add_moments(specs, made), 16, 1, build_part_groups(specs, made, splits_fine=False)
+    )
     sent = [
-        sorted((space.part_groups[g].fragment, space.part_groups[g].kind) for g in space.part_groups_in(r))
+        sorted(
+            (space.part_groups[g].fragment, space.part_groups[g].kind)
+            for g in space.part_groups_in(r)
+        )
         for r in range(6)
     ]
     assert sent[:3] == [[(f, "exp_avg"), (f, "params")] for f in range(3)]
@@ -215,16 +251,24 @@ def test_the_steps_behind_a_moment_are_those_of_the_last_round_that_sent_it(
 def test_moments_of_a_fragment_land_behind_the_training_and_are_mixed_as_its_params_are() -> None:
     made = config(2, fragments=3, delay=1, mix=0.5, moments=(1, 2), rounds=2)
 
-    def script(island: Island) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict, str]]:
+    def script(
+        island: Island,
+    ) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict, str]]:
         island.outer.begin()
         stream, found = Stream(island, made), []
         for number in range(made.num_rounds):
             train(island, number)
             stream.launch()
             train(island, 100 + number)
-            before = {h.name: v.clone() for h, v in zip(island.params.slices, island.params.values, strict=True)}
+            before = {
+                h.name: v.clone()
+                for h, v in zip(island.params.slices, island.params.values, strict=True)
+            }
             stream.land()
-            after = {h.name: v.clone() for h, v in zip(island.params.slices, island.params.values, strict=True)}
+            after = {
+                h.name: v.clone()
+                for h, v in zip(island.params.slices, island.params.values, strict=True)
+            }
             digest = stream.landings[-1].reports[-1].digest
             found.append((before, after, dict(island.outer.moment_steps(number)), digest))
         return found
@@ -232,7 +276,11 @@ def test_moments_of_a_fragment_land_behind_the_training_and_are_mixed_as_its_par
     found = run_islands(dict.fromkeys("ab", script), made, model=lambda: with_zeros(layered()))
     for number in range(made.num_rounds):
         assert found["a"][number][3] == found["b"][number][3]
-        names = {name for name in found["a"][number][0] if not torch.equal(*(f[name] for f in found["a"][number][:2]))}
+        names = {
+            name
+            for name in found["a"][number][0]
+            if not torch.equal(*(f[name] for f in found["a"][number][:2]))
+        }
         of_fragment = [["layers.0.w", "layers.2.w"], ["layers.1.w"], ["embed", "head"]][number % 3]
         kinds = ["", "@exp_avg", "@exp_avg_sq"] if number >= 3 else ["", "@exp_avg"]
         assert names == {name + kind for name in of_fragment for kind in kinds}
@@ -244,7 +292,7 @@ def test_moments_of_a_fragment_land_behind_the_training_and_are_mixed_as_its_par
             torch.testing.assert_close(*shared, rtol=1e-4, atol=1e-3 * float(shared[0].abs().max()))
 
 
-# -- whoever takes the state ----------------------------------------------------------------------------------------
+# -- whoever takes the state -----------------------------------------------------------------------
 
 
 def test_a_joiner_has_the_moments_and_the_steps_behind_them() -> None:
@@ -256,7 +304,11 @@ def test_a_joiner_has_the_moments_and_the_steps_behind_them() -> None:
         state = island.state()
         all_old.wait(GUARD_SECONDS)
         assert has_begun.wait(GUARD_SECONDS)
-        return state, [seen[3][1]["exp_avg"], seen[2][1]["exp_avg_sq"]], [island.round(100).digest for _ in range(1)]
+        return (
+            state,
+            [seen[3][1]["exp_avg"], seen[2][1]["exp_avg_sq"]],
+            [island.round(100).digest for _ in range(1)],
+        )
 
     def joiner(island: Island) -> tuple:
         assert ready_to_join.wait(GUARD_SECONDS)
@@ -266,7 +318,11 @@ def test_a_joiner_has_the_moments_and_the_steps_behind_them() -> None:
         has_begun.set()
         # Second moments were averaged last after round 2, of 7 inner steps each like the others.
         assert island.outer.moment_steps() == dict.fromkeys(tensors(), 3 * 7)
-        return state, [held["exp_avg"], held["exp_avg_sq"]], [island.round(100).digest for _ in range(1)]
+        return (
+            state,
+            [held["exp_avg"], held["exp_avg_sq"]],
+            [island.round(100).digest for _ in range(1)],
+        )
 
     found = run_islands({"a": old, "b": old, "c": joiner}, config(2), model=model)
     assert found["a"][0] == found["b"][0] == found["c"][0] and found["a"][2] == found["c"][2]
@@ -274,7 +330,9 @@ def test_a_joiner_has_the_moments_and_the_steps_behind_them() -> None:
         assert torch.equal(ours, theirs) and ours.abs().max() > 0
 
 
-def test_a_part_of_moments_is_handed_over_without_momentum_and_brought_up_to_date_by_means() -> None:
+def test_a_part_of_moments_is_handed_over_without_momentum_and_brought_up_to_date_by_means() -> (
+    None
+):
     rule, generator = OuterOptimizerConfig(), torch.Generator().manual_seed(3)
     state = GlobalState({0: torch.zeros(9), 1: torch.zeros(9)}, rule, replaced=[1])
     _, joiner = unpack(state.pack(1), 9, has_momentum=False)
@@ -335,5 +393,10 @@ def test_an_aborted_attempt_leaves_moments_alone() -> None:
         assert not island.attempt(1).is_committed
         return all(torch.equal(before[kind], local(island)[kind]) for kind in KINDS)
 
-    found = run_islands(dict.fromkeys("ab", script), config(2, moments=(1, 1)), model=model, faults={"b": fails_in(0)})
+    found = run_islands(
+        dict.fromkeys("ab", script),
+        config(2, moments=(1, 1)),
+        model=model,
+        faults={"b": fails_in(0)},
+    )
     assert found == {"a": True, "b": True}

@@ -1,4 +1,6 @@
-"""Fragments behind the training: the equations of Streaming DiLoCo (2501.18512), and eager ones, to the bit."""
+"""Fragments behind the training: the equations of Streaming DiLoCo (2501.18512), and eager ones, to
+the bit.
+"""
 
 import threading
 from functools import partial
@@ -23,7 +25,9 @@ from tests.outer.streams import FRAGMENTS, NESTEROV, OneProcess, Stream, config,
     ],
     ids=str,
 )
-@pytest.mark.parametrize("optimizer", [NESTEROV, OuterOptimizerConfig(lr=1.0, momentum=0.0)], ids=["nesterov", "mean"])
+@pytest.mark.parametrize(
+    "optimizer", [NESTEROV, OuterOptimizerConfig(lr=1.0, momentum=0.0)], ids=["nesterov", "mean"]
+)
 def test_global_and_local_params_are_those_of_the_equations(
     changes: dict[str, float], optimizer: OuterOptimizerConfig
 ) -> None:
@@ -34,7 +38,9 @@ def test_global_and_local_params_are_those_of_the_equations(
     expected.run(rounds)
     for name in "abc":
         assert torch.equal(found[name][0], expected.flat_global()), f"{name}: global params differ"
-        assert torch.equal(found[name][1], expected.flat_local(name)), f"{name}: local params differ"
+        assert torch.equal(found[name][1], expected.flat_local(name)), (
+            f"{name}: local params differ"
+        )
         assert found[name][2] == found["a"][2] and len(found[name][2]) == rounds
 
 
@@ -94,7 +100,8 @@ def test_inner_steps_go_on_while_a_round_is_on_its_way() -> None:
 
 
 def test_different_quadratics_are_minimised_together_with_the_papers_momentum() -> None:
-    # With a replica's own last params as the anchor, as the paper's text reads, this diverges from a delay of 1 on.
+    # With a replica's own last params as the anchor, as the paper's text reads, this diverges from
+    # a delay of 1 on.
     made = config(2, inner_steps=10, rounds=60, delay=5, optimizer=NESTEROV)
     targets = {name: {n: v * 0 + i for n, v in layered().items()} for i, name in enumerate("ab")}
     stiffness = {"a": 0.04, "b": 0.16}
@@ -105,7 +112,10 @@ def test_different_quadratics_are_minimised_together_with_the_papers_momentum() 
         for _ in range(60):
             for step in range(1, 11):
                 for held, values in zip(island.params.slices, island.params.values, strict=True):
-                    values.sub_(stiffness[island.name] * (values - targets[island.name][held.name].view(values.shape)))
+                    values.sub_(
+                        stiffness[island.name]
+                        * (values - targets[island.name][held.name].view(values.shape))
+                    )
                 if outer.in_flight is not None and step >= 5:
                     outer.land()
             outer.launch(1)
@@ -143,10 +153,12 @@ def test_weights_are_the_tokens_since_the_fragment_was_sent() -> None:
     ]
 
 
-# -- eager updates ----------------------------------------------------------------------------------------------
+# -- eager updates ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{"delay": 7}, {"delay": 3}, {"fragments": 3, "delay": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"delay": 7}, {"delay": 3}, {"fragments": 3, "delay": 2}], ids=str
+)
 def test_eager_with_one_island_is_averaging_without_a_delay(changes: dict[str, int]) -> None:
     eager = config(1, eager=True, optimizer=NESTEROV, **changes)
     plain = config(1, optimizer=NESTEROV, fragments=eager.fragments)
@@ -173,7 +185,9 @@ def test_the_first_eager_step_is_made_on_the_islands_own_share_alone() -> None:
     run_islands(dict.fromkeys("ab", script), made, model=layered)
 
 
-def test_global_params_of_eager_islands_are_equal_and_progress_is_kept_when_the_round_lands() -> None:
+def test_global_params_of_eager_islands_are_equal_and_progress_is_kept_when_the_round_lands() -> (
+    None
+):
     made = config(2, eager=True, delay=7, optimizer=NESTEROV)
 
     def script(island: Island) -> list[str]:
@@ -210,6 +224,12 @@ def test_on_quadratics_eager_is_nearer_the_optimum_than_as_late_and_not_eager() 
             return float(island.params.flat().square().mean())
 
     average = OuterOptimizerConfig(lr=0.7, momentum=0.0)
-    made = {e: config(2, inner_steps=5, rounds=20, delay=5, eager=e, optimizer=average) for e in (True, False)}
-    found = {e: run_islands(dict.fromkeys("ab", partial(script, c)), c, model=layered)["a"] for e, c in made.items()}
+    made = {
+        e: config(2, inner_steps=5, rounds=20, delay=5, eager=e, optimizer=average)
+        for e in (True, False)
+    }
+    found = {
+        e: run_islands(dict.fromkeys("ab", partial(script, c)), c, model=layered)["a"]
+        for e, c in made.items()
+    }
     assert found[True] < 0.5 * found[False]

@@ -14,7 +14,10 @@ from tests.outer.streams import NESTEROV, OneProcess, Stream, config, layered, s
 def test_a_round_that_fails_on_its_way_is_tried_again_with_the_same_snapshot() -> None:
     made = config(3, fragments=3, delay=2)
     found = run_islands(
-        dict.fromkeys("abc", partial(streamed, made, 9)), made, model=layered, faults={"b": fails_in(4)}
+        dict.fromkeys("abc", partial(streamed, made, 9)),
+        made,
+        model=layered,
+        faults={"b": fails_in(4)},
     )
     expected = OneProcess("abc", made, NESTEROV)
     expected.run(9)
@@ -105,7 +108,9 @@ def test_an_island_that_missed_a_fragment_goes_on_from_the_state_by_the_rule(pol
         assert caught.value.is_kept == (policy == "rebase")
         now, after = island.params.flat(), stream.global_params()
         assert not torch.equal(before, after), "the missed commit is in the state"
-        torch.testing.assert_close(now - after, moved if policy == "rebase" else torch.zeros_like(moved))
+        torch.testing.assert_close(
+            now - after, moved if policy == "rebase" else torch.zeros_like(moved)
+        )
         taken.set()
         stream.run(8)
         return [landing.reports[-1].digest for landing in stream.landings[4:]]

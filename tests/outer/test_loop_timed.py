@@ -1,4 +1,6 @@
-"""Rounds by the clock: an island makes inner steps for so many seconds, on a clock that the tests move."""
+"""Rounds by the clock: an island makes inner steps for so many seconds, on a clock that the tests
+move.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +48,9 @@ class Lived:
 
 def config(**values: Any) -> OuterConfig:
     made = {"rounds": ROUNDS, "inner_steps": STEPS, "transport": "loopback", "part_elements": 256}
-    return OuterConfig(**(made | {"start_islands": 2, "quorum": 2, "wait_seconds": GUARD_SECONDS} | values))
+    return OuterConfig(
+        **(made | {"start_islands": 2, "quorum": 2, "wait_seconds": GUARD_SECONDS} | values)
+    )
 
 
 def timed(round_seconds: float = STEPS, **values: Any) -> OuterConfig:
@@ -82,7 +86,9 @@ def lived(made: OuterConfig, step_seconds: Mapping[str, float]) -> dict[str, Liv
         with outer.global_params():
             params = island.params.flat()
         outer.finish()
-        return Lived(steps, [report.digest for report in reports], names, outer.position.tokens, params)
+        return Lived(
+            steps, [report.digest for report in reports], names, outer.position.tokens, params
+        )
 
     return run_islands(dict.fromkeys(step_seconds, life), made, model=layered, clocks=clocks)
 
@@ -93,13 +99,19 @@ def test_at_constant_speed_timed_rounds_are_fixed_ones_bit_for_bit(values: dict[
     by_clock = lived(timed(STEPS / values.get("fragments", 1), **values), speeds)
     by_steps = lived(config(**values), speeds)
     for name in speeds:
-        assert by_clock[name].digests == by_steps[name].digests and len(by_steps[name].digests) >= ROUNDS
+        assert (
+            by_clock[name].digests == by_steps[name].digests
+            and len(by_steps[name].digests) >= ROUNDS
+        )
         assert by_clock[name].steps == by_steps[name].steps
 
 
 def test_it_is_the_clock_that_ends_a_round() -> None:
     speeds = {"a": 1.0, "b": 1.0}
-    by_clock, by_steps = lived(timed(inner_steps=10 * STEPS), speeds)["a"], lived(config(), speeds)["a"]
+    by_clock, by_steps = (
+        lived(timed(inner_steps=10 * STEPS), speeds)["a"],
+        lived(config(), speeds)["a"],
+    )
     assert by_clock.steps == by_steps.steps and torch.equal(by_clock.params, by_steps.params)
 
 
@@ -139,7 +151,10 @@ def test_the_time_of_a_round_begins_with_its_steps() -> None:
         ({"local_steps": "dynamic", "round_seconds": 5.0}, "set both or neither"),
         ({"local_steps": "timed", "round_seconds": 0.0}, "greater than 0"),
         ({"local_steps": "timed", "round_seconds": float("inf")}, "finite number"),
-        ({"local_steps": "timed", "round_seconds": 5.0, "wait_for": "quorum"}, "or wait_for to all"),
+        (
+            {"local_steps": "timed", "round_seconds": 5.0, "wait_for": "quorum"},
+            "or wait_for to all",
+        ),
         ({"local_steps": "timed", "round_seconds": 5.0, "gossip": {}}, "leave out local_steps"),
     ],
     ids=str,

@@ -1,4 +1,6 @@
-"""What torch.distributed raises when a rank of the island has ended gets a word of ours; other errors keep theirs."""
+"""What torch.distributed raises when a rank of the island has ended gets a word of ours; other
+errors keep theirs.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ def wait_for_a_rank_that_ends(rank: int) -> str:
 
 def test_a_rank_that_waits_for_one_that_has_ended_says_so():
     text, _ = run_ranks(wait_for_a_rank_that_ends, 2)
-    assert text.startswith("RankLost: another rank of this island has ended, so this one ends, too (")
+    assert text.startswith(
+        "RankLost: another rank of this island has ended, so this one ends, too ("
+    )
 
 
 @pytest.mark.parametrize(

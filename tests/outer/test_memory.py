@@ -1,4 +1,6 @@
-"""The outer loop needs as much memory as `diloco plan` says: all tensors are counted while a round is voted on."""
+"""The outer loop needs as much memory as `diloco plan` says: all tensors are counted while a round
+is voted on.
+"""
 
 import gc
 import threading
@@ -35,7 +37,9 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def put_old_objects_aside() -> None:
-    """From now on the collector neither lists nor scans what earlier tests have left, which takes long."""
+    """From now on the collector neither lists nor scans what earlier tests have left, which takes
+    long.
+    """
     gc.collect()
     gc.freeze()
 
@@ -62,7 +66,8 @@ class CountAtTheVote(NoHooks):
                 self.num_bytes = live_bytes()
             self._barrier.wait(WAIT_SECONDS)
         except threading.BrokenBarrierError:
-            self._barrier.reset()  # On a busy machine an attempt may fail, and an island come to a vote alone.
+            # On a busy machine an attempt may fail, and an island come to a vote alone.
+            self._barrier.reset()
 
 
 def rounds(count: int, island: Island) -> None:
@@ -73,18 +78,29 @@ def rounds(count: int, island: Island) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_memory_of_a_round_is_what_the_plan_says(name: str) -> None:
-    fields = {"transport": "loopback", "start_islands": 2, "part_elements": 8192, "wait_seconds": GUARD_SECONDS}
+    fields = {
+        "transport": "loopback",
+        "start_islands": 2,
+        "part_elements": 8192,
+        "wait_seconds": GUARD_SECONDS,
+    }
     config = OuterConfig.model_validate({**fields, **CASES[name]})
     specs = tuple(Spec(name, shape) for name, shape in SHAPES.items())
     planned = memory_bytes(config, specs, num_islands=2, num_ranks=1)
-    # Loopback needs no memory for what arrives, and few rounds of a coarse codec do not fill what joiners may get.
+    # Loopback needs no memory for what arrives, and few rounds of a coarse codec do not fill what
+    # joiners may get.
     planned.pop("payloads that arrive")
     log = planned.pop("means for joiners")
     num_rounds = 5
     BUFFERS.__init__()
     meter = CountAtTheVote(2, num_rounds - 1)
     put_old_objects_aside()
-    run_islands(dict.fromkeys("ab", partial(rounds, num_rounds)), config, model=model, hooks=dict.fromkeys("ab", meter))
+    run_islands(
+        dict.fromkeys("ab", partial(rounds, num_rounds)),
+        config,
+        model=model,
+        hooks=dict.fromkeys("ab", meter),
+    )
     held = meter.num_bytes / 2 - LOCAL_BYTES
     most = sum(planned.values()) + log
     least = most if name == "fp32" else sum(planned.values())

@@ -1,4 +1,6 @@
-"""The same islands over every network. A transport only moves bytes, so the numbers must be the same."""
+"""The same islands over every network. A transport only moves bytes, so the numbers must be the
+same.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -42,17 +44,29 @@ def meeting_place(kind: str) -> Iterator[dict]:
 def digests_of(name: str, kind: str, codec: str, where: dict, audit: float) -> list[str]:
     """Run one island for four rounds in its own thread, and return the digest after each round."""
     config = OuterConfig(
-        rounds=4, transport=kind, codec=codec, start_islands=len(NAMES), wait_seconds=GUARD_SECONDS, audit=audit
+        rounds=4,
+        transport=kind,
+        codec=codec,
+        start_islands=len(NAMES),
+        wait_seconds=GUARD_SECONDS,
+        audit=audit,
     )
     loop = EventLoopThread()
     settings = NetworkSettings(
-        run_id="run", island=name, rank=0, island_key=key_of(name), connect_seconds=GUARD_SECONDS, **where
+        run_id="run",
+        island=name,
+        rank=0,
+        island_key=key_of(name),
+        connect_seconds=GUARD_SECONDS,
+        **where,
     )
     network = loop.run(open_network(kind, settings), GUARD_SECONDS)
     try:
         params = FakeParams(tensors(scale=40))
         identity = identity_of(name)
-        island = Island(name, params, build_loop(config, identity, params, RankGroup(), network, loop))
+        island = Island(
+            name, params, build_loop(config, identity, params, RankGroup(), network, loop)
+        )
         island.outer.begin()
         return [island.round(tokens=100 + ord(name)).digest for _ in range(4)]
     finally:

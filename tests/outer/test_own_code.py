@@ -1,4 +1,6 @@
-"""Codecs, merge rules and outer optimizers of the user's own: what is tried, and rounds that are made with them."""
+"""Codecs, merge rules and outer optimizers of the user's own: what is tried, and rounds that are
+made with them.
+"""
 
 import hashlib
 import sys
@@ -100,16 +102,22 @@ class WritesToThePayload(Doubles):
         (WritesToThePayload, "leaves the payload alone"),
     ],
 )
-def test_a_codec_that_breaks_a_claim_is_refused_with_the_claim(broken: type[Doubles], claim: str) -> None:
+def test_a_codec_that_breaks_a_claim_is_refused_with_the_claim(
+    broken: type[Doubles], claim: str
+) -> None:
     check_codec(Doubles())
-    with pytest.raises(InputError, match=f"outer.codec: the codec {broken.__name__} must do this: .*{claim}"):
+    with pytest.raises(
+        InputError, match=f"outer.codec: the codec {broken.__name__} must do this: .*{claim}"
+    ):
         check_codec(broken())
 
 
 def test_own_decoders_raise_a_message_error_for_whatever_a_peer_sends() -> None:
     codec = build_codec(CODEC)
     payload = codec.encode(torch.ones(300))
-    with pytest.raises(MessageError, match=f"Sign payload of {len(payload) - 1} bytes, {len(payload)} expected"):
+    with pytest.raises(
+        MessageError, match=f"Sign payload of {len(payload) - 1} bytes, {len(payload)} expected"
+    ):
         codec.decode(payload[:-1], 300)
     with pytest.raises(MessageError, match="Sign payload decodes to nan"):
         codec.decode(torch.full_like(payload, 255), 300)
@@ -119,7 +127,13 @@ def test_own_decoders_raise_a_message_error_for_whatever_a_peer_sends() -> None:
 
 def test_a_codec_below_eight_bits_leaves_norms_and_biases_to_int8() -> None:
     assert build_codec(CODEC).is_coarse
-    assert [name for name in CODECS if build_codec(name).is_coarse] == ["int4", "e3m0", "stat2", "topk", "lowrank"]
+    assert [name for name in CODECS if build_codec(name).is_coarse] == [
+        "int4",
+        "e3m0",
+        "stat2",
+        "topk",
+        "lowrank",
+    ]
     assert [name for name in CODECS if build_codec(name).gathers] == list(GATHERED)
 
 
@@ -130,33 +144,45 @@ def test_a_merge_rule_that_ignores_weights_of_zero_not_at_all_is_still_given_non
 
 
 def test_a_merge_rule_that_gives_another_shape_is_refused() -> None:
-    with pytest.raises(InputError, match=r"outer.merge.rule: mine gave torch.float32 of shape \(1,\)"):
+    with pytest.raises(
+        InputError, match=r"outer.merge.rule: mine gave torch.float32 of shape \(1,\)"
+    ):
         check_merge(lambda parts, weights, last: parts[0][:1], "mine")
 
 
 class SharesANorm:
-    def step(self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float) -> None:
+    def step(
+        self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float
+    ) -> None:
         params.sub_(mean / mean.norm() * lr)
 
 
 class Counts:
     calls = 0
 
-    def step(self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float) -> None:
+    def step(
+        self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float
+    ) -> None:
         self.calls += 1
         params.sub_(mean * lr / self.calls)
 
 
-@pytest.mark.parametrize("rule, claim", [(SharesANorm, "each element is stepped by itself"), (Counts, "equal bits")])
+@pytest.mark.parametrize(
+    "rule, claim", [(SharesANorm, "each element is stepped by itself"), (Counts, "equal bits")]
+)
 def test_an_outer_optimizer_that_breaks_a_claim_is_refused(rule: type, claim: str) -> None:
     with pytest.raises(InputError, match=f"outer.optimizer.rule: the rule must do this: .*{claim}"):
         check_outer_rule(rule())
 
 
-def test_code_that_no_config_of_the_operator_names_is_not_imported(tmp_path: Path, monkeypatch) -> None:
+def test_code_that_no_config_of_the_operator_names_is_not_imported(
+    tmp_path: Path, monkeypatch
+) -> None:
     (tmp_path / "theirs.py").write_text("raise SystemExit('imported')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(InputError, match="'theirs:Codec', which a run of others names; it is imported only if"):
+    with pytest.raises(
+        InputError, match="'theirs:Codec', which a run of others names; it is imported only if"
+    ):
         build_codec("theirs:Codec")
 
 
@@ -166,7 +192,8 @@ def test_code_that_no_config_of_the_operator_names_is_not_imported(tmp_path: Pat
         ("no_such_module:Sign", "there is no module 'no_such_module' here; install its package"),
         (
             "sign_codec:Sing",
-            "allowed: a class or function that sign_codec defines in sign_codec; the nearest name is sign",
+            "allowed: a class or function that sign_codec defines in sign_codec; the nearest name "
+            "is sign",
         ),
     ],
 )
@@ -176,7 +203,8 @@ def test_code_that_is_not_there_is_named(path: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a:b", "a.b:c", "a..b:c", ".a:b", "a.1:b", "a:", ":b", "a:b:c", "a b:c", "1a:b", "int8"]
+    "name",
+    ["a:b", "a.b:c", "a..b:c", ".a:b", "a.1:b", "a:", ":b", "a:b:c", "a b:c", "1a:b", "int8"],
 )
 def test_both_sides_of_the_seam_take_the_same_names_for_import_paths(name: str) -> None:
     assert inner.import_path.is_import_path(name) == outer.config.own_code.is_import_path(name)
@@ -216,7 +244,9 @@ def test_rounds_with_a_codec_a_rule_and_an_optimizer_of_ones_own_end_in_equal_bi
     }
     found = run_islands(dict.fromkeys("abc", trained), OuterConfig.model_validate(values))
     assert found["a"] == found["b"] == found["c"]
-    plain = run_islands(dict.fromkeys("abc", trained), OuterConfig.model_validate(values | {"codec": "fp32"}))
+    plain = run_islands(
+        dict.fromkeys("abc", trained), OuterConfig.model_validate(values | {"codec": "fp32"})
+    )
     assert plain["a"] != found["a"]
 
 

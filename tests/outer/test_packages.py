@@ -25,13 +25,20 @@ def install(folder: Path, name: str, metadata: str | bytes | None) -> None:
         (folder / f"{name}-1.0.dist-info" / "METADATA").write_bytes(text)
 
 
-def test_a_package_that_is_not_installed_is_left_out_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_package_that_is_not_installed_is_left_out_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert find_version("diloco-nowhere") is None and not caplog.messages
 
 
-@pytest.mark.parametrize("metadata", [None, "", "Name: damaged\n", b"Name: damaged\nVersion: \xff\xfe\n"])
+@pytest.mark.parametrize(
+    "metadata", [None, "", "Name: damaged\n", b"Name: damaged\nVersion: \xff\xfe\n"]
+)
 def test_damaged_metadata_is_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, metadata: str | bytes | None
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    metadata: str | bytes | None,
 ) -> None:
     install(tmp_path, "damaged", metadata)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,4 +1,6 @@
-"""`python -m tests.outer.without_threads`: two islands, in a process that can make no thread after the first round."""
+"""`python -m tests.outer.without_threads`: two islands, in a process that can make no thread after
+the first round.
+"""
 
 import os
 import resource

@@ -86,11 +86,17 @@ def new_world(names: str, rounds: int, budget: Budget, **rules: object) -> World
 
 
 def events(world: World) -> list[Event]:
-    """All events that may happen next. The driver's own reactions (`think`) have happened already."""
+    """All events that may happen next. The driver's own reactions (`think`) have happened
+    already.
+    """
     found: list[Event] = [("deliver", str(i)) for i in range(len(world.flying))]
     for name in world.live:
         node = world.nodes[name]
-        if node.state == "training" and node.knowledge.status.round < world.rounds and not lacks_state(world, name):
+        if (
+            node.state == "training"
+            and node.knowledge.status.round < world.rounds
+            and not lacks_state(world, name)
+        ):
             found.append(("prepare", name))
         if may_give(node):
             found.append(("give", name))
@@ -113,13 +119,19 @@ def events(world: World) -> list[Event]:
 
 def may_lose(world: World, name: str, other: str) -> bool:
     if other in world.frozen and any(name in mail[:2] for mail in world.flying):
-        return False  # A frozen island is noticed by an unanswered call, which takes far longer than a message.
+        # A frozen island is noticed by an unanswered call, which takes far longer than a message.
+        return False
     return other in world.dead or (world.budget.false_alarms > 0 and other in world.live)
 
 
 def lacks_state(world: World, name: str) -> bool:
-    """Whether the island waits for an earlier state, to which islands that have not committed yet go back with it."""
-    return name not in world.earlier and world.nodes[name].knowledge.behind(is_settled=False) is not None
+    """Whether the island waits for an earlier state, to which islands that have not committed yet
+    go back with it.
+    """
+    return (
+        name not in world.earlier
+        and world.nodes[name].knowledge.behind(is_settled=False) is not None
+    )
 
 
 def may_give(node: RoundProtocol) -> bool:
@@ -128,7 +140,9 @@ def may_give(node: RoundProtocol) -> bool:
 
 
 def may_be_late(world: World, name: str) -> bool:
-    """Whether a time-out may fire: far later than any message arrives, unless votes are missing for another reason."""
+    """Whether a time-out may fire: far later than any message arrives, unless votes are missing for
+    another reason.
+    """
     state, is_quiet = world.nodes[name].state, not any(name in mail[:2] for mail in world.flying)
     return world.budget.impatient > 0 and (state == "voting" or (state == "gathering" and is_quiet))
 
@@ -152,7 +166,11 @@ def step(world: World, event: Event) -> World:
     elif kind in ("reduced", "failed"):
         assert node.plan is not None
         plan = node.plan
-        node.vote(Vote.yes(plan, name, digest_after(plan)) if kind == "reduced" else Vote.no(plan, name, "broken"))
+        node.vote(
+            Vote.yes(plan, name, digest_after(plan))
+            if kind == "reduced"
+            else Vote.no(plan, name, "broken")
+        )
         if kind == "failed" and not node.others & world.dead:
             _spend(world, "failed_reduces")
     elif kind == "lose":
@@ -222,7 +240,9 @@ def think(world: World, node: RoundProtocol, *, is_late: bool = False) -> None:
         behind = node.knowledge.behind(is_settled=node.knowledge.status.round >= world.rounds)
         if behind is not None:
             _take_state(world, node, behind)
-    world.flying += tuple((node.knowledge.me, to, m, False) for to, m in node.outbox if to not in world.dead)
+    world.flying += tuple(
+        (node.knowledge.me, to, m, False) for to, m in node.outbox if to not in world.dead
+    )
     node.outbox = []
 
 
@@ -237,7 +257,9 @@ def _apply(world: World, node: RoundProtocol) -> None:
     assert plan is not None
     if plan.earlier is not None and world.earlier.get(node.knowledge.me) != plan.earlier:
         return  # It has voted by the digest alone, and takes the state from the others.
-    world.commits += (Commit(node.knowledge.me, plan.id, plan.round, base.digest, tuple(plan.names)),)
+    world.commits += (
+        Commit(node.knowledge.me, plan.id, plan.round, base.digest, tuple(plan.names)),
+    )
     tokens = base.tokens + sum(p.tokens for p in plan.participants)
     node.update_status(Status(round=plan.round + 1, tokens=tokens, digest=digest_after(plan)))
 
@@ -275,7 +297,11 @@ def copy_node(world: World, name: str) -> RoundProtocol:
     node = copy(world.nodes[name])
     node.knowledge, node.readies = copy(node.knowledge), copy(node.readies)
     node.vote_table, node.suspicions = copy(node.vote_table), copy(node.suspicions)
-    node.exchange, node.coordination, node.passing = copy(node.exchange), copy(node.coordination), copy(node.passing)
+    node.exchange, node.coordination, node.passing = (
+        copy(node.exchange),
+        copy(node.coordination),
+        copy(node.passing),
+    )
     node.knowledge.claims = claims = copy(node.knowledge.claims)
     claims.witnesses = copy(claims.witnesses)
     for tables in (
@@ -290,7 +316,11 @@ def copy_node(world: World, name: str) -> RoundProtocol:
         node.coordination,
         node.passing,
     ):
-        vars(tables).update((key, copy(value)) for key, value in vars(tables).items() if isinstance(value, dict | list))
+        vars(tables).update(
+            (key, copy(value))
+            for key, value in vars(tables).items()
+            if isinstance(value, dict | list)
+        )
     world.nodes = world.nodes | {name: node}
     return node
 
@@ -305,4 +335,6 @@ def is_mishap(world: World, event: Event) -> bool:
     kind, *who = event
     if kind == "failed":
         return not world.nodes[who[0]].others & world.dead
-    return kind in (*ENDS, "dropped", "duplicated", "late") or (kind == "lose" and who[1] not in world.dead)
+    return kind in (*ENDS, "dropped", "duplicated", "late") or (
+        kind == "lose" and who[1] not in world.dead
+    )

@@ -1,4 +1,6 @@
-"""An own model as an example of the contract in inner/parallel/own_model.py, and some that break it."""
+"""An own model as an example of the contract in inner/parallel/own_model.py, and some that break
+it.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -6,11 +8,15 @@ from torch import Tensor, nn
 
 
 class GatedConv(nn.Module):
-    """A causal language model without attention: gated convolutions, learned positions, LayerNorm."""
+    """A causal language model without attention: gated convolutions, learned positions,
+    LayerNorm.
+    """
 
     axes = ("dp_replicate", "dp_shard")
 
-    def __init__(self, vocab_size: int, seq_len: int, dim: int = 32, num_layers: int = 2, width: int = 4) -> None:
+    def __init__(
+        self, vocab_size: int, seq_len: int, dim: int = 32, num_layers: int = 2, width: int = 4
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab_size, dim)
         self.positions = nn.Parameter(torch.empty(seq_len, dim))
@@ -27,7 +33,9 @@ class GatedConv(nn.Module):
 
 
 class Block(nn.Module):
-    """x + out(silu(gate(y)) * conv(y)) with y = norm(x); the convolution sees a position and those before it."""
+    """x + out(silu(gate(y)) * conv(y)) with y = norm(x); the convolution sees a position and those
+    before it.
+    """
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""An own optimizer as an example of the contract in inner/optim/own_optimizer.py, and some that break it."""
+"""An own optimizer as an example of the contract in inner/optim/own_optimizer.py, and some that
+break it.
+"""
 
 import torch
 from torch import Tensor
@@ -6,7 +8,8 @@ from torch.optim import Optimizer
 
 
 class Lion(Optimizer):
-    """Steps along the sign of an interpolated momentum (2302.06675), with decoupled weight decay. Elementwise.
+    """Steps along the sign of an interpolated momentum (2302.06675), with decoupled weight decay.
+    Elementwise.
 
     c = beta1 m + (1 - beta1) g;    w <- w - lr (sign(c) + decay w);    m <- beta2 m + (1 - beta2) g
 
@@ -14,7 +17,12 @@ class Lion(Optimizer):
     """
 
     def __init__(
-        self, params: list[dict], lr: float, beta1: float = 0.9, beta2: float = 0.99, softness: float = 1e-3
+        self,
+        params: list[dict],
+        lr: float,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        softness: float = 1e-3,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
         self._beta1, self._beta2, self._softness = beta1, beta2, softness
@@ -25,7 +33,9 @@ class Lion(Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     direction = self._direction(param, param.grad)
-                    param.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                    param.mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                        direction, alpha=-group["lr"]
+                    )
 
     def _direction(self, param: Tensor, grad: Tensor) -> Tensor:
         momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
@@ -35,7 +45,9 @@ class Lion(Optimizer):
 
 
 class UnitStep(Optimizer):
-    """Steps along each matrix's gradient, scaled to norm 1. Not elementwise, and it says nothing of shards."""
+    """Steps along each matrix's gradient, scaled to norm 1. Not elementwise, and it says nothing of
+    shards.
+    """
 
     def __init__(self, params: list[dict], lr: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})

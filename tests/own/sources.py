@@ -1,4 +1,5 @@
-"""An own source of documents as an example of the contract in inner/data/sources/own_source.py, and some that break it.
+"""An own source of documents as an example of the contract in inner/data/sources/own_source.py, and
+some that break it.
 
 Nothing of this project is imported: a source needs none of it.
 """
@@ -23,7 +24,10 @@ class Tables:
     def documents(self) -> Iterator[tuple[str, str]]:
         """(key, text) of each number, in order."""
         for number in range(self._numbers):
-            products = (f"{number} x {factor} = {number * factor}\n" for factor in range(1, self._columns + 1))
+            products = (
+                f"{number} x {factor} = {number * factor}\n"
+                for factor in range(1, self._columns + 1)
+            )
             yield f"table/{number}", "".join(products)
 
 
@@ -34,11 +38,16 @@ class SeekableTables(Tables):
         """The pairs from this number on. It need not make those before."""
         products = range(1, self._columns + 1)
         for each in range(number, self._numbers):
-            yield f"table/{each}", "".join(f"{each} x {factor} = {each * factor}\n" for factor in products)
+            yield (
+                f"table/{each}",
+                "".join(f"{each} x {factor} = {each * factor}\n" for factor in products),
+            )
 
 
 class Lines:
-    """The lines of files, each as a document. The places come by `data.paths`, which an island may replace."""
+    """The lines of files, each as a document. The places come by `data.paths`, which an island may
+    replace.
+    """
 
     def __init__(self, paths: list[str], skip: int = 0) -> None:
         self._paths, self._skip = [Path(path) for path in paths], skip

@@ -19,16 +19,18 @@ from inner.trainer import Trainer
 from tests.inner.small import SEQ_LEN, SEQUENCES
 
 Choices = dict[tuple[int, int], Tensor]
-"""By (step, layer): the experts that each position chose (SEQUENCES, SEQ_LEN, J), int64; -1 where a rank did not
-route."""
+"""By (step, layer): the experts that each position chose (SEQUENCES, SEQ_LEN, J), int64; -1 where a
+rank did not route.
+"""
 
 
 @dataclass
 class ChoiceLog:
-    """Records the choices of this rank's routers, and replaces them by those of another run if it has some.
+    """Records the choices of this rank's routers, and replaces them by those of another run if it
+    has some.
 
-    It replaces the function of the router's module that chooses, so the trainer has no part in it. A repeated forward
-    does not choose, and is not recorded.
+    It replaces the function of the router's module that chooses, so the trainer has no part in it.
+    A repeated forward does not choose, and is not recorded.
     """
 
     trainer: Trainer
@@ -64,7 +66,9 @@ class ChoiceLog:
         self.layer = mixture.layer
         self._num_experts = mixture.config.number
 
-    def _choose(self, choose: Callable[..., Tensor], ranks_NX: Tensor, config: ExpertsConfig) -> Tensor:
+    def _choose(
+        self, choose: Callable[..., Tensor], ranks_NX: Tensor, config: ExpertsConfig
+    ) -> Tensor:
         chosen_NJ = choose(ranks_NX, config)
         if self.step is None:
             return chosen_NJ
@@ -80,7 +84,9 @@ class ChoiceLog:
         return chosen_NJ
 
     def _place(self) -> tuple[Tensor, Tensor]:
-        """Return sequences (B, 1) and positions (1, S) of the micro-batch that the layer routes now."""
+        """Return sequences (B, 1) and positions (1, S) of the micro-batch that the layer routes
+        now.
+        """
         trainer = self.trainer
         mine = torch.arange(SEQUENCES).chunk(trainer.num_data_ranks)[trainer.data_rank]
         sequences = mine.split(trainer.settings.micro_batch)[self.num_calls[self.layer]]
@@ -90,12 +96,16 @@ class ChoiceLog:
 
 
 def join(everyone: list[Choices]) -> Choices:
-    """Return the choices of all ranks together. A position that several ranks route must choose the same."""
+    """Return the choices of all ranks together. A position that several ranks route must choose the
+    same.
+    """
     whole: Choices = {}
     for choices in everyone:
         for key, chosen in choices.items():
             before = whole.setdefault(key, chosen.clone())
             is_both = (before >= 0) & (chosen >= 0)
-            assert torch.equal(before[is_both], chosen[is_both]), f"ranks choose differently in step and layer {key}"
+            assert torch.equal(before[is_both], chosen[is_both]), (
+                f"ranks choose differently in step and layer {key}"
+            )
             before[chosen >= 0] = chosen[chosen >= 0]
     return whole

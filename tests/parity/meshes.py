@@ -32,7 +32,16 @@ from inner.param_spec import ParamSlice, ParamSpec
 from inner.params import LocalParams
 from inner.trainer import StepResult, Trainer
 from tests.harness import run_ranks
-from tests.inner.small import OPTIMIZER, SEQ_LEN, SEQUENCES, batch, build_trainer, share, snapshot, whole_model
+from tests.inner.small import (
+    OPTIMIZER,
+    SEQ_LEN,
+    SEQUENCES,
+    batch,
+    build_trainer,
+    share,
+    snapshot,
+    whole_model,
+)
 from tests.parity.choices import ChoiceLog, Choices, join
 
 ONE, PLAIN = Degrees(), ParallelConfig()
@@ -45,10 +54,14 @@ HELDOUT = 5
 """Windows; not a multiple of any number of data ranks here but one."""
 
 # 61 tokens are no multiple of any degree; 2 key-value heads are fewer than tp 4.
-GROUPED = ModelSizes(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
-# One table read at both ends of the pipeline, one key-value head, layers that no number of stages divides.
+GROUPED = ModelSizes(
+    dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True
+)
+# One table read at both ends of the pipeline, one key-value head, layers that no number of stages
+# divides.
 TIED = replace(GROUPED, num_layers=7, num_kv_heads=1, tie_embeddings=True, qk_norm=False)
-# Biases of queries, keys and values, heads wider than dim / heads, RoPE that depends on the length of the sequence.
+# Biases of queries, keys and values, heads wider than dim / heads, RoPE that depends on the length
+# of the sequence.
 QWEN = replace(
     GROUPED,
     own_head_dim=12,
@@ -58,7 +71,8 @@ QWEN = replace(
 )
 # No attention, learned positions, LayerNorm, biases, a parameter of three dims.
 OWN = OwnModel(name="tests.own.models:GatedConv", options={"num_layers": 4}, vocab_size=61)
-# Six experts, which are no multiple of four ranks; a dense block first, a shared expert, and groups.
+# Six experts, which are no multiple of four ranks; a dense block first, a shared expert, and
+# groups.
 MIXTURE = replace(
     GROUPED,
     experts=ExpertsConfig(
@@ -81,10 +95,13 @@ LATENT = replace(
     latent=LatentConfig(q_rank=16, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6),
     experts=ExpertsConfig(number=5, per_token=2, dim=16, renormalise=False),
 )
-# Multi-token prediction: two depths, then one of a mixture, then two with a tied table and latent attention.
+# Multi-token prediction: two depths, then one of a mixture, then two with a tied table and latent
+# attention.
 PREDICT = replace(GROUPED, predict=PredictConfig(depths=2, weight=0.5))
 PREDICT_MIXTURE = replace(MIXTURE, predict=PredictConfig(depths=1, weight=0.5))
-PREDICT_TIED = replace(LATENT, experts=None, tie_embeddings=True, predict=PredictConfig(depths=2, weight=0.5))
+PREDICT_TIED = replace(
+    LATENT, experts=None, tie_embeddings=True, predict=PredictConfig(depths=2, weight=0.5)
+)
 # What distinguishes other families of decoders.
 GEMMA = replace(
     TIED,
@@ -102,7 +119,8 @@ GEMMA = replace(
         embed_scale=5.5,
     ),
 )
-# Without RoPE a bias of the keys changes nothing, and its gradient is rounding alone, so there is none.
+# Without RoPE a bias of the keys changes nothing, and its gradient is rounding alone, so there is
+# none.
 GPT2 = replace(
     TIED,
     num_layers=4,
@@ -131,14 +149,20 @@ NEOX = replace(
         rotary_dim=4,
     ),
 )
-COHERE = replace(TIED, num_layers=4, decoder=DecoderConfig(norm="layer_unbiased", parallel="one_norm", logit_scale=0.3))
+COHERE = replace(
+    TIED,
+    num_layers=4,
+    decoder=DecoderConfig(norm="layer_unbiased", parallel="one_norm", logit_scale=0.3),
+)
 ALIBI = replace(
     GROUPED,
     num_kv_heads=4,
     qk_norm=False,
     decoder=DecoderConfig(norm_place="after", activation="relu2", gated=False, positions="alibi"),
 )
-SMOLLM = replace(GROUPED, decoder=DecoderConfig(no_rope_every=2, window=WindowConfig(size=6, first_layer=1)))
+SMOLLM = replace(
+    GROUPED, decoder=DecoderConfig(no_rope_every=2, window=WindowConfig(size=6, first_layer=1))
+)
 # Ulysses spreads key-value heads over ranks.
 MANY_HEADS = replace(GROUPED, num_kv_heads=4)
 
@@ -206,7 +230,9 @@ class Case:
         words += [name for name, sizes in named.items() if self.sizes == sizes]
         words += ["narrow"] if self.replays else []
         words += ["documents"] if "eos_id" in self.settings else []
-        words += [{"float32": "", "bfloat16": "bf16", "float16": "fp16"}[self.settings["compute_dtype"]]]
+        words += [
+            {"float32": "", "bfloat16": "bf16", "float16": "fp16"}[self.settings["compute_dtype"]]
+        ]
         others = self.parallel.model_dump(exclude_defaults=True, exclude={"schedule", "context"})
         words += [f"{key}={value}" for key, value in others.items()]
         return "-".join(word for word in words if word)
@@ -222,7 +248,10 @@ def case(
     **how: Any,
 ) -> Case:
     """For example case("pp2 tp2", TIED, schedule="zbv"); `how` makes up the ParallelConfig."""
-    named = {axis.rstrip("0123456789"): int(axis.lstrip("_abcdefghijklmnopqrstuvwxyz")) for axis in degrees.split()}
+    named = {
+        axis.rstrip("0123456789"): int(axis.lstrip("_abcdefghijklmnopqrstuvwxyz"))
+        for axis in degrees.split()
+    }
     settings: dict[str, Any] = {"micro_batch": micro_batch, "compute_dtype": compute_dtype}
     if isinstance(sizes, ModelSizes) and sizes.experts is not None and not replays:
         settings["draw_weights"] = with_wide_routers
@@ -232,8 +261,9 @@ def case(
 
 
 def with_wide_routers(params: LocalParams, stages: Sequence[Transformer], seed: int) -> None:
-    """Initial weights with routers that are sure of their choice. Near a tie, rounding would choose other experts on
-    another mesh, and 20 steps later the weights would differ by more than rounding.
+    """Initial weights with routers that are sure of their choice. Near a tie, rounding would choose
+    other experts on another mesh, and 20 steps later the weights would differ by more than
+    rounding.
     """
     initialise(params, stages, seed)
     for index, held in enumerate(params.slices):
@@ -288,7 +318,9 @@ def of(case: Case) -> list[Life]:
 
 
 def live(rank: int, case: Case, replayed: Choices | None = None) -> Life:
-    """20 steps on one mesh. Clipping is tested by the norm: unclipped gradients can be compared with one another."""
+    """20 steps on one mesh. Clipping is tested by the norm: unclipped gradients can be compared
+    with one another.
+    """
     config = OPTIMIZER.model_copy(update={"clip_norm": None, "balance": BALANCE})
     trainer = build_trainer(case.degrees, case.sizes, config, case.parallel, **case.settings)
     if trainer.loss_scale is not None:
@@ -297,7 +329,9 @@ def live(rank: int, case: Case, replayed: Choices | None = None) -> Life:
     params = trainer.params
     theta0, holders = whole_model(params)
     last = "out.weight" if case.sizes == OWN else "down_proj.weight"
-    num_holders = {n for name, held in holders.items() if name.endswith(last) for n in held.flatten().tolist()}
+    num_holders = {
+        n for name, held in holders.items() if name.endswith(last) for n in held.flatten().tolist()
+    }
     heldout = [batch(1000 + number)[: trainer.settings.micro_batch] for number in range(HELDOUT)]
     groups = island_groups(trainer.mesh, has_experts=case.has_experts)
     life = Life(
@@ -331,7 +365,9 @@ def live(rank: int, case: Case, replayed: Choices | None = None) -> Life:
     final, _ = whole_model(params)
     life.final = final if rank == 0 else {}
     life.last_pieces = snapshot(params)
-    life.is_in_place = addresses == [params.read(index).data_ptr() for index in range(len(params.slices))]
+    life.is_in_place = addresses == [
+        params.read(index).data_ptr() for index in range(len(params.slices))
+    ]
     return life
 
 
@@ -340,7 +376,9 @@ def keep_log(life: Life, log: ChoiceLog) -> None:
     life.choices = log.choices
     life.num_flipped = log.num_flipped
     layers = [layer for step, layer in log.choices if step == COUNTED]
-    life.rows_to = {layer: log.rows_to(COUNTED, layer, log.trainer.mesh.degrees.ep) for layer in layers}
+    life.rows_to = {
+        layer: log.rows_to(COUNTED, layer, log.trainer.mesh.degrees.ep) for layer in layers
+    }
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
@@ -355,7 +393,9 @@ def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
     return put_together(trainer.params, everyone) if dist.get_rank() == 0 else {"": torch.empty(0)}
 
 
-def put_together(params: LocalParams, everyone: list[list[tuple[ParamSlice, Tensor]]]) -> dict[str, Tensor]:
+def put_together(
+    params: LocalParams, everyone: list[list[tuple[ParamSlice, Tensor]]]
+) -> dict[str, Tensor]:
     whole = {spec.name: torch.full(spec.matrix_shape, torch.nan) for spec in params.specs}
     for pieces in everyone:
         for held, values in pieces:

@@ -1,4 +1,6 @@
-"""DiLoCo's limits: with the right settings the whole program is data-parallel or plain training, number for number."""
+"""DiLoCo's limits: with the right settings the whole program is data-parallel or plain training,
+number for number.
+"""
 
 import pytest
 import torch
@@ -7,12 +9,19 @@ from diloco.config.schema import Config
 from tests.swarm import Swarm, swarm, train_and_return_params
 
 ONE = {"ranks": 1}
-SGD = ["optimizer.name=sgd", "optimizer.lr=0.05", "optimizer.clip_norm=null", "optimizer.weight_decay=0"]
+SGD = [
+    "optimizer.name=sgd",
+    "optimizer.lr=0.05",
+    "optimizer.clip_norm=null",
+    "optimizer.weight_decay=0",
+]
 AVERAGE = "outer.optimizer={lr: 1.0, momentum: 0.0, nesterov: false}"
 
 
 def train_plainly(num_islands: int):
-    """Work for a forked rank: data-parallel training of `num_islands` islands' tokens, and its params."""
+    """Work for a forked rank: data-parallel training of `num_islands` islands' tokens, and its
+    params.
+    """
 
     def work(config: Config, index: int) -> dict[str, torch.Tensor]:
         from diloco.assemble import build_trainer
@@ -38,7 +47,9 @@ def reference(islands: Swarm, num_islands: int) -> dict[str, torch.Tensor]:
     return island.result()
 
 
-def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], relative: float) -> None:
+def assert_close(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], relative: float
+) -> None:
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
         difference = (ours[name] - values).norm() / values.norm()
@@ -55,7 +66,13 @@ def test_averaging_after_every_sgd_step_is_data_parallel_sgd(tmp_path):
 
 
 def test_one_island_that_only_averages_with_itself_is_plain_training(tmp_path):
-    settings = ["optimizer.name=adamw", AVERAGE, "outer.inner_steps=3", "outer.rounds=4", "outer.transport=loopback"]
+    settings = [
+        "optimizer.name=adamw",
+        AVERAGE,
+        "outer.inner_steps=3",
+        "outer.rounds=4",
+        "outer.transport=loopback",
+    ]
     with swarm(tmp_path, *settings, islands=[ONE]) as islands:
         island = islands.start(0, train_and_return_params)
         island.finish()
@@ -72,7 +89,11 @@ def test_two_islands_hold_bit_equal_params_at_the_end(tmp_path):
 
 
 def test_the_parity_checks_can_fail(tmp_path):
-    settings = [*SGD, "outer.optimizer={lr: 0.9, momentum: 0.0, nesterov: false}", "outer.inner_steps=1"]
+    settings = [
+        *SGD,
+        "outer.optimizer={lr: 0.9, momentum: 0.0, nesterov: false}",
+        "outer.inner_steps=1",
+    ]
     with swarm(tmp_path, *settings, islands=[ONE, ONE]) as islands:
         running = islands.start_all(train_and_return_params)
         for island in running:

@@ -1,4 +1,6 @@
-"""Dropout's masks are equal as integers on every mesh, and training with them is that of one process."""
+"""Dropout's masks are equal as integers on every mesh, and training with them is that of one
+process.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -60,7 +62,9 @@ def of(case: Case) -> list[Life]:
 def live(_: int, case: Case) -> Life:
     config = OPTIMIZER.model_copy(update={"clip_norm": None, "balance": BALANCE, "dropout": 0.25})
     trainer = build_trainer(case.degrees, case.sizes, config, case.parallel, **case.settings)
-    heldout = trainer.evaluate([batch(1000)[: trainer.settings.micro_batch]] if trainer.data_rank == 0 else [])
+    heldout = trainer.evaluate(
+        [batch(1000)[: trainer.settings.micro_batch]] if trainer.data_rank == 0 else []
+    )
     masks: Masks = {}
     draw = dropout.is_kept
 
@@ -68,7 +72,9 @@ def live(_: int, case: Case) -> Life:
         kept_BSD = draw(keys_BS, dim, rate)
         for key, row in zip(keys_BS.flatten().tolist(), kept_BSD.flatten(0, 1), strict=True):
             known = masks.setdefault((key, dim), row.numpy().tobytes())
-            assert known == row.numpy().tobytes(), "a backward or a repeated forward must draw the same mask"
+            assert known == row.numpy().tobytes(), (
+                "a backward or a repeated forward must draw the same mask"
+            )
         return kept_BSD
 
     dropout.is_kept = note
@@ -96,7 +102,9 @@ def test_losses_and_weights_are_those_of_one_process(case: Case) -> None:
 
 @on_every_mesh
 def test_an_evaluation_has_no_dropout(case: Case) -> None:
-    without = run_ranks(evaluated_without_dropout, 1, case.reference)[0] if case is CASES[0] else None
+    without = (
+        run_ranks(evaluated_without_dropout, 1, case.reference)[0] if case is CASES[0] else None
+    )
     (one,) = of(case.reference)
     assert of(case)[0].heldout == pytest.approx(one.heldout, rel=1e-5)
     assert without in (None, one.heldout)
@@ -109,5 +117,9 @@ def evaluated_without_dropout(_: int, case: Case) -> tuple[float, int]:
 
 def test_masks_of_other_steps_are_other_ones() -> None:
     (one,) = of(CASES[0].reference)
-    assert len(one.masks) == STEPS * 12 * 16 * (1 + 2 * 4), "each step, sequence, position, and place has a key"
-    assert torch.tensor([sum(kept) for kept in one.masks.values()]).float().mean() == pytest.approx(0.75 * 32, rel=0.02)
+    assert len(one.masks) == STEPS * 12 * 16 * (1 + 2 * 4), (
+        "each step, sequence, position, and place has a key"
+    )
+    assert torch.tensor([sum(kept) for kept in one.masks.values()]).float().mean() == pytest.approx(
+        0.75 * 32, rel=0.02
+    )

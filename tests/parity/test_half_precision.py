@@ -1,4 +1,6 @@
-"""In bfloat16 and float16 a mesh and one process round differently, and stay within a band; masters are fp32."""
+"""In bfloat16 and float16 a mesh and one process round differently, and stay within a band; masters
+are fp32.
+"""
 
 from typing import get_args
 
@@ -24,7 +26,10 @@ CASES = [
             case("pp2 dp_shard2 cp2 tp2", TIED, compute_dtype="float16"),
             case("tp2", MIXTURE, micro_batch=6, compute_dtype="float16"),
             case("dp_shard2 ep2", PREDICT_MIXTURE, compute_dtype="float16"),
-            *(case("pp2", micro_batch=2, schedule=schedule, compute_dtype="float16") for schedule in SCHEDULES),
+            *(
+                case("pp2", micro_batch=2, schedule=schedule, compute_dtype="float16")
+                for schedule in SCHEDULES
+            ),
         )
     ),
 ]

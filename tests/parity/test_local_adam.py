@@ -1,4 +1,6 @@
-"""Averaged params and moments are Local Adam and DES-LOC (2505.22549), as a few lines of plain torch have them."""
+"""Averaged params and moments are Local Adam and DES-LOC (2505.22549), as a few lines of plain
+torch have them.
+"""
 
 import time
 from collections.abc import Iterator
@@ -41,7 +43,9 @@ def make_model() -> nn.Module:
 
 
 def make_adam(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, fused=True
+    )
 
 
 def inner_step(model: nn.Module, adam: torch.optim.AdamW, island: str, step: int) -> None:
@@ -72,7 +76,11 @@ def by_local_adam(moments: tuple[int, int]) -> Found:
                 averaged = [list(same)]
                 states = [adam.state[param] for adam, param in zip(adams, same, strict=True)]
                 periods = zip(STATE, moments, strict=True)
-                averaged += [[s[kind] for s in states] for kind, period in periods if (number + 1) % period == 0]
+                averaged += [
+                    [s[kind] for s in states]
+                    for kind, period in periods
+                    if (number + 1) % period == 0
+                ]
                 for tensors in averaged:
                     mean = torch.stack(tensors).mean(0)
                     for tensor in tensors:
@@ -83,7 +91,11 @@ def by_local_adam(moments: tuple[int, int]) -> Found:
 
 def held(model: nn.Module, adam: torch.optim.AdamW) -> dict[str, Tensor]:
     named = dict(model.named_parameters())
-    moments = {f"{name}@{kind}": adam.state[param][kind].clone() for name, param in named.items() for kind in STATE}
+    moments = {
+        f"{name}@{kind}": adam.state[param][kind].clone()
+        for name, param in named.items()
+        for kind in STATE
+    }
     return {name: param.detach().clone() for name, param in named.items()} | moments
 
 
@@ -101,7 +113,10 @@ def by_islands(moments: tuple[int, int]) -> Found:
     hub = Hub()
     models = [make_model() for _ in NAMES]
     with ThreadPoolExecutor(len(NAMES)) as pool:
-        live = [pool.submit(life, name, model, config, hub) for name, model in zip(NAMES, models, strict=True)]
+        live = [
+            pool.submit(life, name, model, config, hub)
+            for name, model in zip(NAMES, models, strict=True)
+        ]
         by_island = [future.result(GUARD_SECONDS) for future in live]
     return [list(seen) for seen in zip(*by_island, strict=True)]
 
@@ -110,7 +125,9 @@ def life(name: str, model: nn.Module, config: OuterConfig, hub: Hub) -> list[dic
     """An island's rounds, as diloco/island.py makes them."""
     loop, adam = EventLoopThread(), make_adam(model)
     params = ParamsAndMoments(LocalParams(model, [model]), [adam])
-    settings = NetworkSettings(run_id="run", island=name, rank=0, hub=hub, connect_seconds=GUARD_SECONDS)
+    settings = NetworkSettings(
+        run_id="run", island=name, rank=0, hub=hub, connect_seconds=GUARD_SECONDS
+    )
     network = loop.run(open_network("loopback", settings), GUARD_SECONDS)
     found = []
     try:
@@ -146,7 +163,7 @@ def test_the_comparison_sees_moments_that_are_not_averaged() -> None:
     assert max(differences(by_islands((1, 1)), by_local_adam((1, 6)))) > 1e-3
 
 
-# -- the whole program ----------------------------------------------------------------------------------------------
+# -- the whole program -----------------------------------------------------------------------------
 
 # In the last of 4 rounds, or of 8, both moments are averaged, and local ones are the global ones.
 SETTINGS = ["outer.moments=[1, 2]", "optimizer.betas=[0.9, 0.999]"]
@@ -161,8 +178,11 @@ def train_at_pace(config: Config, index: int) -> tuple[Held, list[set[float]]]:
     return train_and_return_moments(config, index, PACE_SECONDS)
 
 
-def train_and_return_moments(config: Config, index: int, pace: float = 0.0) -> tuple[Held, list[set[float]]]:
-    """Train an island: rank 0's params and moments by name and rows, and what bias correction counted before each step.
+def train_and_return_moments(
+    config: Config, index: int, pace: float = 0.0
+) -> tuple[Held, list[set[float]]]:
+    """Train an island: rank 0's params and moments by name and rows, and what bias correction
+    counted before each step.
 
     The last of these is after all steps. `pace`: seconds added to each inner step.
     """
@@ -173,7 +193,9 @@ def train_and_return_moments(config: Config, index: int, pace: float = 0.0) -> t
         step = parts.trainer.step
 
         def count() -> None:
-            counts.append({float(s["step"]) for opt in parts.trainer.optimizers for s in opt.state.values()})
+            counts.append(
+                {float(s["step"]) for opt in parts.trainer.optimizers for s in opt.state.values()}
+            )
 
         def counted(batches: list[Tensor]) -> StepResult:
             count()
@@ -185,7 +207,9 @@ def train_and_return_moments(config: Config, index: int, pace: float = 0.0) -> t
         count()
         assert parts.participation.moments is not None
         for index, held in enumerate(parts.participation.moments.slices):
-            found[held.name, held.rows] = parts.participation.moments.read_all([index])[index].clone()
+            found[held.name, held.rows] = parts.participation.moments.read_all([index])[
+                index
+            ].clone()
 
     train(config, index, live)
     return found, counts
@@ -200,11 +224,15 @@ def assert_same_where_held(found: Held, whole: Held) -> None:
 
 
 def test_a_sharded_island_and_one_of_a_single_rank_have_the_same_moments(tmp_path) -> None:
-    with swarm(tmp_path, *SETTINGS, "outer.rounds=4", islands=[{"ranks": 1}, {"ranks": 2}]) as islands:
+    with swarm(
+        tmp_path, *SETTINGS, "outer.rounds=4", islands=[{"ranks": 1}, {"ranks": 2}]
+    ) as islands:
         single, sharded = islands.start_all(train_and_return_moments)
         single.finish()
         sharded.finish()
-        assert all(single.committed()[r]["digest"] == sharded.committed()[r]["digest"] for r in range(4))
+        assert all(
+            single.committed()[r]["digest"] == sharded.committed()[r]["digest"] for r in range(4)
+        )
         (whole, counts), (shard, sharded_counts) = single.result(), sharded.result()
         assert_same_where_held(shard, whole)
         assert not shard.keys() & whole.keys(), "rank 0 holds a part of each"
@@ -213,8 +241,15 @@ def test_a_sharded_island_and_one_of_a_single_rank_have_the_same_moments(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("period", [2, 12])
-def test_an_island_that_comes_later_counts_the_runs_steps_and_ends_with_the_same_moments(tmp_path, period) -> None:
-    settings = ["outer.start_islands=2", "outer.rounds=12", f"outer.moments=[1, {period}]", *SETTINGS[1:]]
+def test_an_island_that_comes_later_counts_the_runs_steps_and_ends_with_the_same_moments(
+    tmp_path, period
+) -> None:
+    settings = [
+        "outer.start_islands=2",
+        "outer.rounds=12",
+        f"outer.moments=[1, {period}]",
+        *SETTINGS[1:],
+    ]
     with swarm(tmp_path, *settings, islands=[{"ranks": 1}] * 3) as islands:
         first, second = (islands.start(index, train_at_pace) for index in range(2))
         first.wait_for_round(2)
@@ -224,7 +259,8 @@ def test_an_island_that_comes_later_counts_the_runs_steps_and_ends_with_the_same
         assert 11 in third.committed(), "it took no part in the last round"
         (theirs, _), (ours, counts) = first.result(), third.result()
         assert_same_where_held(ours, theirs)
-        # Those behind the second moments that it takes: until they have been averaged there are none.
+        # Those behind the second moments that it takes: until they have been averaged there are
+        # none.
         (at_first,) = counts[0]
         assert at_first == 0 if period == 12 else 4 <= at_first <= 2 * min(third.committed())
         assert at_first % (2 * period) == 0

@@ -96,7 +96,9 @@ FAMILIES = [
     case("cp2 tp2", ALIBI, micro_batch=6, context="all_gather"),
     case("pp2 dp_shard2", ALIBI, schedule="1f1b"),
     case("cp4", SMOLLM, micro_batch=6),
-    case("pp2 tp2", SMOLLM, micro_batch=6, schedule="interleaved_zero_bubble", recompute="attention"),
+    case(
+        "pp2 tp2", SMOLLM, micro_batch=6, schedule="interleaved_zero_bubble", recompute="attention"
+    ),
     case("dp_shard2", SMOLLM, eos_id=EOS),
     case("pp2 dp_shard2 cp2 tp2", GEMMA, schedule="interleaved_1f1b", eos_id=EOS),
 ]
@@ -201,12 +203,28 @@ REST = [
     case("pp2 dp_replicate2 tp4", TIED, schedule="gpipe"),
     case("pp2 dp_shard2 cp2 tp2"),
     case("pp2 dp_shard2 cp2 tp2", TIED, schedule="interleaved_1f1b", eos_id=EOS),
-    case("pp2 dp_shard2 cp2 tp2", MANY_HEADS, schedule="zbv", context="ulysses", sequence_parallel=False),
-    case("pp2 dp_shard2 cp2 tp2", schedule="breadth_first", context="all_gather", recompute="selective"),
+    case(
+        "pp2 dp_shard2 cp2 tp2",
+        MANY_HEADS,
+        schedule="zbv",
+        context="ulysses",
+        sequence_parallel=False,
+    ),
+    case(
+        "pp2 dp_shard2 cp2 tp2",
+        schedule="breadth_first",
+        context="all_gather",
+        recompute="selective",
+    ),
     case("dp_replicate2 dp_shard2 cp2 tp2", TIED),
     case("dp_shard2", compile=True, recompute="full"),
     case("pp2 cp2", schedule="interleaved_1f1b", compile=True),
-    case("pp2 dp_replicate2 cp2 tp2", schedule="interleaved_zero_bubble", recompute="full", micro_batch=1),
+    case(
+        "pp2 dp_replicate2 cp2 tp2",
+        schedule="interleaved_zero_bubble",
+        recompute="full",
+        micro_batch=1,
+    ),
 ]
 # Routers near ties: they replay the choices of one process.
 NARROW = [
@@ -215,7 +233,9 @@ NARROW = [
         pytest.param(other, marks=pytest.mark.slow)
         for other in (
             case("cp2", LATENT, micro_batch=6, replays=True),
-            case("dp_shard2 tp2 ep2", MIXTURE, micro_batch=6, sequence_parallel=False, replays=True),
+            case(
+                "dp_shard2 tp2 ep2", MIXTURE, micro_batch=6, sequence_parallel=False, replays=True
+            ),
             case("pp2 dp_shard2 ep2", MIXTURE, schedule="zbv", recompute="full", replays=True),
             case("dp_shard2 cp2 tp2 ep2", MIXTURE, recompute="selective", replays=True),
         )
@@ -231,7 +251,9 @@ def is_mixture(given: Any) -> bool:
     return (given if isinstance(given, Case) else given.values[0]).has_experts
 
 
-on_every_mixture = pytest.mark.parametrize("case", list(filter(is_mixture, CASES)), ids=lambda case: str(case))
+on_every_mixture = pytest.mark.parametrize(
+    "case", list(filter(is_mixture, CASES)), ids=lambda case: str(case)
+)
 
 
 def digest(values: dict[str, Tensor]) -> str:
@@ -254,7 +276,11 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
 
 @pytest.mark.parametrize(
     "case",
-    [case("dp_shard2"), case("pp4", TIED), case("cp2", MANY_HEADS, micro_batch=6, context="ulysses")],
+    [
+        case("dp_shard2"),
+        case("pp4", TIED),
+        case("cp2", MANY_HEADS, micro_batch=6, context="ulysses"),
+    ],
     ids=["grouped", "tied", "heads"],
 )
 def test_training_learns(case: Case) -> None:
@@ -276,7 +302,9 @@ def test_every_gradient_equals_one_process(case: Case) -> None:
 
 @on_every_mesh
 def test_first_gradient_norm_equals_one_process(case: Case) -> None:
-    assert of(case)[0].steps[0].grad_norm == pytest.approx(reference(case).steps[0].grad_norm, rel=1e-6)
+    assert of(case)[0].steps[0].grad_norm == pytest.approx(
+        reference(case).steps[0].grad_norm, rel=1e-6
+    )
 
 
 @on_every_mesh
@@ -291,11 +319,20 @@ def test_20_losses_and_norms_equal_one_process(case: Case) -> None:
 @on_every_mesh
 def test_20_steps_choose_the_experts_that_one_process_chooses(case: Case) -> None:
     for got, expected in zip(of(case)[0].steps, reference(case).steps, strict=True):
-        assert (got.routing is None) == (not (isinstance(case.sizes, ModelSizes) and case.sizes.experts))
+        assert (got.routing is None) == (
+            not (isinstance(case.sizes, ModelSizes) and case.sizes.experts)
+        )
         if got.routing is not None and expected.routing is not None:
-            assert (got.routing.layers, got.routing.counts) == (expected.routing.layers, expected.routing.counts)
-            assert got.routing.sequence_loss == pytest.approx(expected.routing.sequence_loss, rel=1e-3)
-            assert got.routing.router_z_loss == pytest.approx(expected.routing.router_z_loss, rel=1e-3)
+            assert (got.routing.layers, got.routing.counts) == (
+                expected.routing.layers,
+                expected.routing.counts,
+            )
+            assert got.routing.sequence_loss == pytest.approx(
+                expected.routing.sequence_loss, rel=1e-3
+            )
+            assert got.routing.router_z_loss == pytest.approx(
+                expected.routing.router_z_loss, rel=1e-3
+            )
 
 
 @on_every_mixture
@@ -340,9 +377,14 @@ def count_moved(ranks: list[Life], rank: int, work: Workload, stage: Stage) -> R
     ep = work.degrees.ep
     first = rank // ep * ep
     layers = [layer for layer in stage.layers if layer in work.sizes.expert_layers]
-    sent = sum(sum(ranks[rank].rows_to[layer]) - ranks[rank].rows_to[layer][rank - first] for layer in layers)
+    sent = sum(
+        sum(ranks[rank].rows_to[layer]) - ranks[rank].rows_to[layer][rank - first]
+        for layer in layers
+    )
     others = [other for other in range(first, first + ep) if other != rank]
-    received = sum(ranks[other].rows_to[layer][rank - first] for layer in layers for other in others)
+    received = sum(
+        ranks[other].rows_to[layer][rank - first] for layer in layers for other in others
+    )
     return RowsMoved(sent, received)
 
 

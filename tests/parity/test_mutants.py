@@ -1,4 +1,6 @@
-"""Each fault in mutants.yaml makes a test fail. Slow: pytest -m slow tests/parity/test_mutants.py"""
+"""Each fault in mutants.yaml makes a test fail. Slow: pytest -m slow
+tests/parity/test_mutants.py
+"""
 
 import shutil
 import subprocess
@@ -23,7 +25,10 @@ class Mutant:
 
 
 ROOT = Path(__file__).parents[2]
-MUTANTS = [Mutant(**values) for values in yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text())]
+MUTANTS = [
+    Mutant(**values)
+    for values in yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text())
+]
 PACKAGES = ("inner", "outer", "diloco", "tests", "scripts", "configs")
 LIMIT_SECONDS = 600
 FAILED = 1
@@ -45,18 +50,38 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the code to put faults into."""
     folder = tmp_path_factory.mktemp("mutants")
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 
 
 def run(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
     path, *chosen = tests.split(" -k ")
-    words = [path, *(["-k", chosen[0]] if chosen else []), "-x", "-m", "slow or not slow", "-p", "no:cacheprovider"]
+    words = [
+        path,
+        *(["-k", chosen[0]] if chosen else []),
+        "-x",
+        "-m",
+        "slow or not slow",
+        "-p",
+        "no:cacheprovider",
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "--timeout", str(LIMIT_SECONDS), *words]
-    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "HOME": str(folder)}
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(folder),
+        "HOME": str(folder),
+    }
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS + 30
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS + 30,
     )
 
 
@@ -71,5 +96,7 @@ def test_a_fault_is_caught(copy: Path, mutant: Mutant) -> None:
         found = run(copy, mutant.caught_by)
     finally:
         path.write_text(whole)
-    assert "from pytest-timeout" not in found.stdout, "the test ended at its time limit, which shows nothing"
+    assert "from pytest-timeout" not in found.stdout, (
+        "the test ended at its time limit, which shows nothing"
+    )
     assert found.returncode == FAILED, found.stdout[-2000:] + found.stderr[-2000:]

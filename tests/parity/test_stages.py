@@ -1,6 +1,8 @@
-"""A run of three stages trains on any mesh like on one process: sequences and steps grow, and evaluations follow.
+"""A run of three stages trains on any mesh like on one process: sequences and steps grow, and
+evaluations follow.
 
-Some of up to 4 ranks by default; all of them: pytest tests/parity/test_stages.py -m "slow or not slow"
+Some of up to 4 ranks by default; all of them: pytest tests/parity/test_stages.py -m "slow or not
+slow"
 """
 
 from dataclasses import dataclass
@@ -67,9 +69,13 @@ def windows(number: int, seq_len: int, num_sequences: int) -> Tensor:
 def live(rank: int, spread: Case) -> StagedLife:
     """Train five steps in each of three stages on one mesh, and evaluate at the end of each."""
     config = OPTIMIZER.model_copy(update={"clip_norm": None})
-    configs = [config.model_copy(update={"tokens_per_step": length * number}) for length, number in STAGES]
+    configs = [
+        config.model_copy(update={"tokens_per_step": length * number}) for length, number in STAGES
+    ]
     lengths = {"seq_len": LONGEST, "first_seq_len": STAGES[0][0]}
-    trainer = build_trainer(spread.degrees, spread.sizes, configs[0], spread.parallel, **spread.settings, **lengths)
+    trainer = build_trainer(
+        spread.degrees, spread.sizes, configs[0], spread.parallel, **spread.settings, **lengths
+    )
     life = StagedLife([], [], {})
     for stage, (length, number) in enumerate(STAGES):
         trainer.enter_stage(length, configs[stage])
@@ -101,8 +107,12 @@ def test_a_run_of_three_stages_is_that_of_one_process(spread: Case) -> None:
     one = reference(repr(spread.reference))
     assert spread.degrees != ONE or spread.parallel.compile
     for life in lives:
-        torch.testing.assert_close(torch.tensor(life.losses), torch.tensor(one.losses), rtol=1e-4, atol=0)
-        for (loss, count), (loss_of_one, count_of_one) in zip(life.heldout, one.heldout, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(life.losses), torch.tensor(one.losses), rtol=1e-4, atol=0
+        )
+        for (loss, count), (loss_of_one, count_of_one) in zip(
+            life.heldout, one.heldout, strict=True
+        ):
             assert count == count_of_one
             assert loss == pytest.approx(loss_of_one, rel=1e-4)
     final = lives[0].final

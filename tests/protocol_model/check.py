@@ -1,4 +1,5 @@
-"""Checks the model of the round protocol with Spin and prints one table: `python -m tests.protocol_model.check`.
+"""Checks the model of the round protocol with Spin and prints one table: `python -m
+tests.protocol_model.check`.
 
 One search runs at a time, in at most 10 GB.
 """
@@ -25,7 +26,9 @@ STEP = re.compile(r"^\s*((?:island|planner|the islands|cut|the cut) .*|cut: .*)$
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of Spin found. `trace`: the events that lead to the violation, in plain words."""
+    """What one run of Spin found. `trace`: the events that lead to the violation, in plain
+    words.
+    """
 
     configuration: Configuration
     verdict: str
@@ -63,9 +66,12 @@ def check(configuration: Configuration, max_seconds: float = MAX_SECONDS) -> Res
 def _run(configuration: Configuration, folder: Path, max_seconds: float) -> Result:
     defines = [f"-D{word}" for word in configuration.defines.split()]
     _call(["spin", *defines, "-a", configuration.model], folder)
-    speed = "-O0" if configuration.is_quick else "-O1"  # To compile a model takes longer than to search a small one.
+    speed = (
+        "-O0" if configuration.is_quick else "-O1"
+    )  # To compile a model takes longer than to search a small one.
     _call(["gcc", speed, "-w", *_find_compiler_flags(configuration), "-o", "pan", "pan.c"], folder)
-    # Not "-f": every run of the model ends, and with it Spin 6.5 overlooks the ends. Mutations show that.
+    # Not "-f": every run of the model ends, and with it Spin 6.5 overlooks the ends. Mutations show
+    # that.
     flags = ["-a"] if configuration.is_liveness else ["-E"]
     started = time.monotonic()
     try:
@@ -109,7 +115,11 @@ def _find_verdict(said: str) -> str:
         raise RuntimeError(f"the model itself is wrong: {said[:300]}")
     if found is not None and found.group(1) != "0":
         return "violated"
-    is_whole = found is not None and "Search not completed" not in said and "max search depth too small" not in said
+    is_whole = (
+        found is not None
+        and "Search not completed" not in said
+        and "max search depth too small" not in said
+    )
     return "holds" if is_whole else "not ended"
 
 
@@ -139,7 +149,9 @@ def format_line(result: Result) -> str:
     c = result.configuration
     states = f"{result.num_states:,}" + (" (bitstate)" if c.search == "bitstate" else "")
     mark = "" if result.is_expected else " (UNEXPECTED)"
-    figures = f"{states} | {result.megabytes:.0f} MB | {result.seconds:.1f} s | {result.verdict}{mark}"
+    figures = (
+        f"{states} | {result.megabytes:.0f} MB | {result.seconds:.1f} s | {result.verdict}{mark}"
+    )
     return f"| {c.name} | `{c.defines}` | {figures} |"
 
 
@@ -162,7 +174,10 @@ def is_chosen(configuration: Configuration, wanted: Namespace) -> bool:
 
 def main(words: list[str]) -> int:
     wanted = parse(words)
-    print("| configuration | defines | states | memory | time | verdict |\n|---|---|---|---|---|---|", flush=True)
+    print(
+        "| configuration | defines | states | memory | time | verdict |\n|---|---|---|---|---|---|",
+        flush=True,
+    )
     results: list[Result] = []
     for configuration in (*CONFIGURATIONS, *MUTATIONS, *LIMITS):
         if not is_chosen(configuration, wanted):

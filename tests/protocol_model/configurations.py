@@ -1,4 +1,6 @@
-"""What the model of the round protocol is checked with: islands, faults, and rules that are taken away."""
+"""What the model of the round protocol is checked with: islands, faults, and rules that are taken
+away.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +18,9 @@ class Configuration:
     defines: str
     expected: Verdict = "holds"
     search: Search = "whole"
-    """`bitstate` keeps a few bits of each state: states can be taken for one another and left out."""
+    """`bitstate` keeps a few bits of each state: states can be taken for one another and left
+    out.
+    """
     is_quick: bool = False
     """Whether it ends within seconds. Quick ones are part of the slow tests."""
 
@@ -42,7 +46,11 @@ def quick(name: str, model: str, defines: str, expected: Verdict = "holds") -> C
 CONFIGURATIONS = (
     quick("votes: 2 crashes", AGREEMENT, f"{VOTES_3} CRASHES=2"),
     quick("votes: a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1"),
-    quick("votes: a freeze, a loss leads to an outcome query", AGREEMENT, f"{VOTES_3} FREEZES=1 LOSS_BINDS"),
+    quick(
+        "votes: a freeze, a loss leads to an outcome query",
+        AGREEMENT,
+        f"{VOTES_3} FREEZES=1 LOSS_BINDS",
+    ),
     quick("votes through the planner: 2 crashes", AGREEMENT, f"{VOTES_3} CRASHES=2 COORDINATOR"),
     quick("votes through the planner: a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1 COORDINATOR"),
     quick(
@@ -71,23 +79,33 @@ CONFIGURATIONS = (
     Configuration("votes: 2 crashes", AGREEMENT, f"{VOTES_4} CRASHES=2 MORTAL=12 ENDS"),
     Configuration("votes: 3 crashes", AGREEMENT, f"{VOTES_4} CRASHES=3 MORTAL=14 ENDS"),
     Configuration("votes: a liar", AGREEMENT, f"{VOTES_4} LIAR=3 ENDS"),
-    Configuration("votes: a liar and a crash", AGREEMENT, f"{VOTES_4} LIAR=3 CRASHES=1 MORTAL=4 ENDS"),
+    Configuration(
+        "votes: a liar and a crash", AGREEMENT, f"{VOTES_4} LIAR=3 CRASHES=1 MORTAL=4 ENDS"
+    ),
     Configuration("votes: a freeze", AGREEMENT, f"{VOTES_4} FREEZES=1 MORTAL=8"),
     Configuration(
-        "votes through the planner: the planner crashes", AGREEMENT, f"{VOTES_4} CRASHES=1 MORTAL=1 COORDINATOR ENDS"
+        "votes through the planner: the planner crashes",
+        AGREEMENT,
+        f"{VOTES_4} CRASHES=1 MORTAL=1 COORDINATOR ENDS",
     ),
     Configuration(
         "votes through the planner: another crashes",
         AGREEMENT,
         f"{VOTES_4} CRASHES=1 MORTAL=8 COORDINATOR LOSS_BINDS ENDS",
     ),
-    Configuration("round: the planner crashes", AGREEMENT, f"{ROUND_4} CRASHES=1 MORTAL=1 LOSS_BINDS ENDS"),
+    Configuration(
+        "round: the planner crashes", AGREEMENT, f"{ROUND_4} CRASHES=1 MORTAL=1 LOSS_BINDS ENDS"
+    ),
     Configuration(
         "round: the planner crashes and comes back",
         AGREEMENT,
         f"{ROUND_4} CRASHES=1 RESTARTS=1 MORTAL=1 LOSS_BINDS ENDS",
     ),
-    Configuration("round: the last by name crashes", AGREEMENT, f"{ROUND_4} CRASHES=1 MORTAL=8 LOSS_BINDS ENDS"),
+    Configuration(
+        "round: the last by name crashes",
+        AGREEMENT,
+        f"{ROUND_4} CRASHES=1 MORTAL=8 LOSS_BINDS ENDS",
+    ),
     Configuration("round: a liar", AGREEMENT, "N=4 A=1 QUORUM=3 LIAR=3 LOSS_BINDS ENDS"),
     quick("histories: a cut", HISTORIES, f"{RUN_3} CUTS=1"),
     quick("histories: 2 cuts, quorum 1", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=2"),
@@ -95,27 +113,60 @@ CONFIGURATIONS = (
     quick("histories: joiners, a cut", HISTORIES, f"{RUN_3} JOINERS CUTS=1"),
     quick("histories: a liar, a cut", HISTORIES, f"{RUN_3} LIAR CUTS=1"),
     quick("histories become one: a cut", HISTORIES, f"{RUN_3} CUTS=1 LIVENESS"),
-    quick("histories become one: a cut, quorum 1", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=1 LIVENESS"),
+    quick(
+        "histories become one: a cut, quorum 1", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=1 LIVENESS"
+    ),
     quick("histories become one: a crash, a restart", HISTORIES, f"{RUN_3} CRASHES=1 LIVENESS"),
     quick("histories: a cut, quorum 2", HISTORIES, "N=4 ROUNDS=2 QUORUM=2 CUTS=1 ENDS"),
-    quick("histories: a cut, a crash, a restart", HISTORIES, "N=4 ROUNDS=2 QUORUM=3 CUTS=1 CRASHES=1 ENDS"),
-    quick("histories: a liar, a cut, a crash", HISTORIES, "N=4 ROUNDS=2 QUORUM=2 LIAR CUTS=1 CRASHES=1 ENDS"),
+    quick(
+        "histories: a cut, a crash, a restart",
+        HISTORIES,
+        "N=4 ROUNDS=2 QUORUM=3 CUTS=1 CRASHES=1 ENDS",
+    ),
+    quick(
+        "histories: a liar, a cut, a crash",
+        HISTORIES,
+        "N=4 ROUNDS=2 QUORUM=2 LIAR CUTS=1 CRASHES=1 ENDS",
+    ),
     quick("histories: a cut, quorum 2", HISTORIES, "N=4 ROUNDS=3 QUORUM=2 CUTS=1 ENDS"),
-    Configuration("histories: a liar, a cut, a crash", HISTORIES, "N=4 ROUNDS=3 QUORUM=2 LIAR CUTS=1 CRASHES=1 ENDS"),
-    Configuration("histories: a cut, 2 crashes", HISTORIES, "N=4 ROUNDS=2 QUORUM=3 CUTS=1 CRASHES=2 ENDS"),
-    Configuration("histories: 2 cuts, 2 crashes", HISTORIES, "N=4 ROUNDS=2 QUORUM=3 CUTS=2 CRASHES=2 ENDS"),
+    Configuration(
+        "histories: a liar, a cut, a crash",
+        HISTORIES,
+        "N=4 ROUNDS=3 QUORUM=2 LIAR CUTS=1 CRASHES=1 ENDS",
+    ),
+    Configuration(
+        "histories: a cut, 2 crashes", HISTORIES, "N=4 ROUNDS=2 QUORUM=3 CUTS=1 CRASHES=2 ENDS"
+    ),
+    Configuration(
+        "histories: 2 cuts, 2 crashes", HISTORIES, "N=4 ROUNDS=2 QUORUM=3 CUTS=2 CRASHES=2 ENDS"
+    ),
     quick("attempts: a liar", BLAME, "N=3 QUORUM=2 LIAR=0"),
     quick("attempts: a liar", BLAME, "N=4 QUORUM=3 LIAR=3"),
 )
 """What must hold."""
 
 MUTATIONS = (
-    quick("no island waits for receipts", AGREEMENT, f"{VOTES_3} FREEZES=1 NO_RECEIPTS", "violated"),
     quick(
-        "an island that replied open commits on votes", AGREEMENT, f"{VOTES_3} CRASHES=1 OPEN_MAY_COMMIT", "violated"
+        "no island waits for receipts", AGREEMENT, f"{VOTES_3} FREEZES=1 NO_RECEIPTS", "violated"
     ),
-    quick("no query after a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1 NO_QUERY_AFTER_FREEZE", "violated"),
-    quick("a reply of commit counts without a certificate", AGREEMENT, f"{VOTES_3} LIAR=2 BELIEVE_COMMIT", "violated"),
+    quick(
+        "an island that replied open commits on votes",
+        AGREEMENT,
+        f"{VOTES_3} CRASHES=1 OPEN_MAY_COMMIT",
+        "violated",
+    ),
+    quick(
+        "no query after a freeze",
+        AGREEMENT,
+        f"{VOTES_3} FREEZES=1 NO_QUERY_AFTER_FREEZE",
+        "violated",
+    ),
+    quick(
+        "a reply of commit counts without a certificate",
+        AGREEMENT,
+        f"{VOTES_3} LIAR=2 BELIEVE_COMMIT",
+        "violated",
+    ),
     quick("digests need not agree", AGREEMENT, f"{VOTES_3} LIAR=2 COMMIT_BY_MAJORITY", "violated"),
     quick(
         "an island that holds all votes commits on a query",
@@ -151,8 +202,18 @@ MUTATIONS = (
         f"{VOTES_4} CRASHES=2 MORTAL=12 NO_ASKING_AGAIN",
         "violated",
     ),
-    quick("an abort ends the round", AGREEMENT, f"{ROUND_3} CRASHES=1 LIVENESS NO_NEXT_ATTEMPT", "violated"),
-    quick("an abort ends the round", AGREEMENT, f"{ROUND_3} CRASHES=1 ENDS NO_NEXT_ATTEMPT", "violated"),
+    quick(
+        "an abort ends the round",
+        AGREEMENT,
+        f"{ROUND_3} CRASHES=1 LIVENESS NO_NEXT_ATTEMPT",
+        "violated",
+    ),
+    quick(
+        "an abort ends the round",
+        AGREEMENT,
+        f"{ROUND_3} CRASHES=1 ENDS NO_NEXT_ATTEMPT",
+        "violated",
+    ),
     quick("states are not taken", HISTORIES, f"{RUN_3} CUTS=1 LIVENESS NO_CATCH_UP", "violated"),
     quick("states are not taken", HISTORIES, f"{RUN_3} CUTS=1 ENDS NO_CATCH_UP", "violated"),
     quick(
@@ -167,7 +228,14 @@ MUTATIONS = (
 
 LIMITS = (
     quick("a freeze and a crash", AGREEMENT, f"{VOTES_3} FREEZES=1 CRASHES=1", "violated"),
-    quick("a freeze while receipts are under way", AGREEMENT, f"{VOTES_3} FREEZES=1 SLOW_MAIL", "violated"),
+    quick(
+        "a freeze while receipts are under way",
+        AGREEMENT,
+        f"{VOTES_3} FREEZES=1 SLOW_MAIL",
+        "violated",
+    ),
     quick("a liar raises the numbers of attempts", BLAME, "N=3 QUORUM=2 LIAR=2 RAISES", "violated"),
 )
-"""What the protocol does not give: an island that lives, or goes on, has ended an attempt as another has not."""
+"""What the protocol does not give: an island that lives, or goes on, has ended an attempt as
+another has not.
+"""

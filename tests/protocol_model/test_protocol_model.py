@@ -1,4 +1,6 @@
-"""The model of the round protocol holds what docs/protocol.md promises, and fails without any one of its rules."""
+"""The model of the round protocol holds what docs/protocol.md promises, and fails without any one
+of its rules.
+"""
 
 import shutil
 from pathlib import Path
@@ -46,7 +48,11 @@ def test_every_word_of_a_configuration_is_one_of_the_model() -> None:
 def test_the_page_has_a_line_for_every_configuration() -> None:
     page = Path(__file__).parents[2] / "docs" / "protocol-model.md"
     lines = page.read_text()
-    missing = [each.name for each in (*CONFIGURATIONS, *MUTATIONS, *LIMITS) if f"`{each.defines}`" not in lines]
+    missing = [
+        each.name
+        for each in (*CONFIGURATIONS, *MUTATIONS, *LIMITS)
+        if f"`{each.defines}`" not in lines
+    ]
     assert not missing
 
 

@@ -1,6 +1,8 @@
-"""One rank of real sizes on the device that computes nothing, where its values go to the host and come back.
+"""One rank of real sizes on the device that computes nothing, where its values go to the host and
+come back.
 
-`python -m tests.scale.seam` prints as JSON the copies, the reads and the waits of the host for each thing done.
+`python -m tests.scale.seam` prints as JSON the copies, the reads and the waits of the host for each
+thing done.
 """
 
 import json
@@ -38,7 +40,9 @@ def main() -> None:
     with without_values():
         trainer = build_rehearsing_trainer(case, mesh)
         seam = ParamsAndMoments(trainer.params, trainer.optimizers)
-        saved = [tensor for tensor, *_ in live_tensors(trainer.model_parts, trainer.optimizers).values()]
+        saved = [
+            tensor for tensor, *_ in live_tensors(trainer.model_parts, trainer.optimizers).values()
+        ]
         new = {index: torch.empty(held.shape) for index, held in enumerate(seam.slices)}
         read = seam.read_all(new)
         copies = copy_to_host(saved)

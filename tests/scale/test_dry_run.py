@@ -1,6 +1,8 @@
-"""Inner steps at real sizes on a device that computes nothing: memory, traffic, and crossings between host and device.
+"""Inner steps at real sizes on a device that computes nothing: memory, traffic, and crossings
+between host and device.
 
-Each case is one rank in a process of its own. The default suite runs small ones; all: scripts/test tests/scale -m ""
+Each case is one rank in a process of its own. The default suite runs small ones; all: scripts/test
+tests/scale -m ""
 """
 
 import json
@@ -55,7 +57,9 @@ class Case:
             sizes=replace(sizes, num_layers=self.num_layers) if self.num_layers else sizes,
             degrees=self.degrees,
             parallel=ParallelConfig.model_validate(self.parallel),
-            optimizer=OptimizerConfig.model_validate({"name": self.optimizer, "tokens_per_step": tokens}),
+            optimizer=OptimizerConfig.model_validate(
+                {"name": self.optimizer, "tokens_per_step": tokens}
+            ),
             seq_len=self.seq_len,
             micro_batch=1,
             compute_dtype=self.dtype,
@@ -67,30 +71,54 @@ class Case:
 
 CASES = {
     "1b, 2 layers on 8": Case("1b", Degrees(dp_shard=8), num_layers=2),
-    "8b, 2 layers, context of 4": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=2, parallel={"context": "ulysses"}),
+    "8b, 2 layers, context of 4": Case(
+        "8b", Degrees(dp_shard=2, cp=4), num_layers=2, parallel={"context": "ulysses"}
+    ),
     "8b, 2 layers, documents, 4 chunks of the loss": Case(
-        "8b", Degrees(dp_shard=8), num_layers=2, seq_len=16384, num_micro_batches=1, masks_documents=True
+        "8b",
+        Degrees(dp_shard=8),
+        num_layers=2,
+        seq_len=16384,
+        num_micro_batches=1,
+        masks_documents=True,
     ),
     "1b, 2 layers, one process": Case("1b", Degrees(), num_layers=2),
     "8b, 2 layers, tensor parallel": Case("8b", Degrees(tp=8), num_layers=2, rank=3),
     "8b, 8 layers on 128, the last rank": Case(
         "8b", Degrees(pp=4, dp_shard=2, cp=2, tp=8), num_layers=8, num_micro_batches=4, rank=127
     ),
-    "1b, 2 layers, Muon": Case("1b", Degrees(dp_replicate=2, dp_shard=2, tp=2), num_layers=2, rank=5, optimizer="muon"),
+    "1b, 2 layers, Muon": Case(
+        "1b", Degrees(dp_replicate=2, dp_shard=2, tp=2), num_layers=2, rank=5, optimizer="muon"
+    ),
     "experts, 2 layers on 64": Case("qwen3-30b-a3b", Degrees(dp_shard=64), num_layers=2),
-    "experts, 2 layers on 8, float32": Case("7b-a1b", Degrees(dp_shard=8), num_layers=2, dtype="float32"),
-    "experts, 2 layers on 64, ep": Case("qwen3-30b-a3b", Degrees(dp_shard=64, ep=8), num_layers=2, rank=9),
+    "experts, 2 layers on 8, float32": Case(
+        "7b-a1b", Degrees(dp_shard=8), num_layers=2, dtype="float32"
+    ),
+    "experts, 2 layers on 64, ep": Case(
+        "qwen3-30b-a3b", Degrees(dp_shard=64, ep=8), num_layers=2, rank=9
+    ),
     "experts, 2 layers, tp and ep, float32": Case(
         "qwen3-30b-a3b", Degrees(dp_shard=4, tp=2, ep=4), num_layers=2, dtype="float32"
     ),
-    "1b, 2 layers, the tied table in two stages": Case("1b", Degrees(pp=2, tp=2), num_layers=2, rank=3),
+    "1b, 2 layers, the tied table in two stages": Case(
+        "1b", Degrees(pp=2, tp=2), num_layers=2, rank=3
+    ),
 }
 SLOW = {
     "experts, 4 layers in 2 stages, Muon": Case(
-        "qwen3-30b-a3b", Degrees(pp=2, dp_shard=8), num_layers=4, num_micro_batches=4, rank=15, optimizer="muon"
+        "qwen3-30b-a3b",
+        Degrees(pp=2, dp_shard=8),
+        num_layers=4,
+        num_micro_batches=4,
+        rank=15,
+        optimizer="muon",
     ),
-    "experts, 30b on 64": Case("qwen3-30b-a3b", Degrees(dp_shard=64), seq_len=4096, num_micro_batches=1),
-    "experts, 30b on 64, ep": Case("qwen3-30b-a3b", Degrees(dp_shard=64, ep=8), seq_len=4096, num_micro_batches=1),
+    "experts, 30b on 64": Case(
+        "qwen3-30b-a3b", Degrees(dp_shard=64), seq_len=4096, num_micro_batches=1
+    ),
+    "experts, 30b on 64, ep": Case(
+        "qwen3-30b-a3b", Degrees(dp_shard=64, ep=8), seq_len=4096, num_micro_batches=1
+    ),
     "experts, 2 layers on 64, all rows arrive": Case(
         "qwen3-30b-a3b", Degrees(dp_shard=64, ep=8), num_layers=2, all_rows_arrive=True
     ),
@@ -115,31 +143,58 @@ SLOW = {
         for rank in (0, 511)
     },
     "experts, latent attention, 5 layers on 64": Case(
-        "deepseek-v3", Degrees(dp_shard=64), num_layers=5, num_micro_batches=1, parallel={"recompute": "full"}
+        "deepseek-v3",
+        Degrees(dp_shard=64),
+        num_layers=5,
+        num_micro_batches=1,
+        parallel={"recompute": "full"},
     ),
     "1b on 8": Case("1b", Degrees(dp_shard=8)),
-    "1b, 4 layers, Muon": Case("1b", Degrees(dp_replicate=2, dp_shard=2, tp=2), num_layers=4, rank=5, optimizer="muon"),
-    "8b, 4 layers, context of 4": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "ulysses"}),
+    "1b, 4 layers, Muon": Case(
+        "1b", Degrees(dp_replicate=2, dp_shard=2, tp=2), num_layers=4, rank=5, optimizer="muon"
+    ),
+    "8b, 4 layers, context of 4": Case(
+        "8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "ulysses"}
+    ),
     "8b on 8": Case("8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=1),
     "8b on 8, 4 micro-batches": Case(
         "8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=4, parallel={"recompute": "full"}
     ),
-    "8b on 8, 4 micro-batches, nothing recomputed": Case("8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=4),
+    "8b on 8, 4 micro-batches, nothing recomputed": Case(
+        "8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=4
+    ),
     "8b, 8 layers, 1f1b, the last rank": Case(
         "8b", Degrees(pp=4, dp_shard=2), num_layers=8, num_micro_batches=4, rank=7
     ),
     "8b, 8 layers, zbv, the last rank": Case(
-        "8b", Degrees(pp=4, dp_shard=2), num_layers=8, num_micro_batches=4, rank=7, parallel={"schedule": "zbv"}
+        "8b",
+        Degrees(pp=4, dp_shard=2),
+        num_layers=8,
+        num_micro_batches=4,
+        rank=7,
+        parallel={"schedule": "zbv"},
     ),
     "8b, 8 layers, whole gradients": Case(
-        "8b", Degrees(pp=4, dp_shard=2), num_layers=8, num_micro_batches=4, rank=4, parallel={"accumulate": "whole"}
+        "8b",
+        Degrees(pp=4, dp_shard=2),
+        num_layers=8,
+        num_micro_batches=4,
+        rank=4,
+        parallel={"accumulate": "whole"},
     ),
     "8b, 4 layers, tensor parallel, recomputed": Case(
         "8b", Degrees(dp_shard=8, tp=8), num_layers=4, parallel={"recompute": "selective"}
     ),
-    "8b, 4 layers, ring, documents": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, masks_documents=True),
+    "8b, 4 layers, ring, documents": Case(
+        "8b", Degrees(dp_shard=2, cp=4), num_layers=4, masks_documents=True
+    ),
     "8b on 64": Case(
-        "8b", Degrees(dp_shard=64), seq_len=8192, num_micro_batches=1, rank=63, parallel={"recompute": "selective"}
+        "8b",
+        Degrees(dp_shard=64),
+        seq_len=8192,
+        num_micro_batches=1,
+        rank=63,
+        parallel={"recompute": "selective"},
     ),
     "8b, 4 layers, ZeRO-2": Case("8b", Degrees(dp_shard=8), num_layers=4, parallel={"zero": 2}),
     "8b, 4 layers, keys gathered": Case(
@@ -179,7 +234,11 @@ def rehearsed(name: str) -> RehearsalResult:
 
 
 each_case = pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]) for name in SLOW)]
+    "name",
+    [
+        *CASES,
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]) for name in SLOW),
+    ],
 )
 
 
@@ -201,7 +260,9 @@ def test_the_peak_is_near_the_estimate(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["8b on 8, 4 micro-batches", "8b on 8, 4 micro-batches, nothing recomputed"])
+@pytest.mark.parametrize(
+    "name", ["8b on 8, 4 micro-batches", "8b on 8, 4 micro-batches, nothing recomputed"]
+)
 def test_8b_with_4_micro_batches_fits_into_8_gpus_of_80_gb(name: str) -> None:
     case = SLOW[name]
     assert estimate_memory(case.work, case.optimizer, "cuda")[0].peak < 80e9
@@ -210,20 +271,33 @@ def test_8b_with_4_micro_batches_fits_into_8_gpus_of_80_gb(name: str) -> None:
 
 @each_case
 def test_the_host_waits_for_the_device_once(name: str) -> None:
-    reads = [times for what, times in rehearsed(name).crossings.items() if what.startswith("read by the host")]
+    reads = [
+        times
+        for what, times in rehearsed(name).crossings.items()
+        if what.startswith("read by the host")
+    ]
     sizes = (CASES | SLOW)[name].work.sizes
     # Of a mixture also what its routers did: a list of numbers by layer.
-    routing = [] if sizes.experts is None else [len(sizes.expert_layers) * (sizes.experts.number + ROUTER_SUMS)]
+    routing = (
+        []
+        if sizes.experts is None
+        else [len(sizes.expert_layers) * (sizes.experts.number + ROUTER_SUMS)]
+    )
     assert sorted(reads) == sorted([NUM_READS, *routing])
 
 
 @each_case
 def test_the_host_sends_only_the_text_and_reads_the_numbers_of_rows(name: str) -> None:
-    others = {what: n for what, n in rehearsed(name).crossings.items() if not what.startswith("read by the host")}
+    others = {
+        what: n
+        for what, n in rehearsed(name).crossings.items()
+        if not what.startswith("read by the host")
+    }
     case = (CASES | SLOW)[name]
     # The micro-batches, and where their documents begin.
     most = case.num_micro_batches * (1 + case.masks_documents)
-    # Of a mixture also the change of each router's bias, and with ep the numbers of rows that travel.
+    # Of a mixture also the change of each router's bias, and with ep the numbers of rows that
+    # travel.
     reads_rows = case.num_micro_batches * (case.degrees.ep > 1)
     most += len(case.work.sizes.expert_layers) * (1 + reads_rows)
     assert sum(others.values()) <= most, json.dumps(others, indent=1)

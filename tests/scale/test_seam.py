@@ -1,4 +1,6 @@
-"""What goes between device and host outside of inner steps waits for the device once, however many tensors it has."""
+"""What goes between device and host outside of inner steps waits for the device once, however many
+tensors it has.
+"""
 
 import json
 import subprocess
@@ -14,7 +16,9 @@ GUARD_SECONDS = 300
 def seam() -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.scale.seam"]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -39,7 +39,10 @@ def build_rows(experiment: Experiment) -> Rows:
             baselines[row.row_id] = add_row(found, build_row(experiment, row.point | change))
     for row in own:
         add_row(found, row)
-    return Rows(label_rows(list(found.values())), {row_id: found[base.row_id] for row_id, base in baselines.items()})
+    return Rows(
+        label_rows(list(found.values())),
+        {row_id: found[base.row_id] for row_id, base in baselines.items()},
+    )
 
 
 def add_row(rows: dict[str, Row], row: Row) -> Row:
@@ -60,7 +63,8 @@ def build_points(experiment: Experiment) -> list[Point]:
         for axis in experiment.axes
     ]
     return [
-        dict(itertools.chain.from_iterable(point.items() for point in points)) for points in itertools.product(*axes)
+        dict(itertools.chain.from_iterable(point.items() for point in points))
+        for points in itertools.product(*axes)
     ]
 
 
@@ -80,7 +84,9 @@ def build_row(experiment: Experiment, point: Point) -> Row:
     check_row(config, where)
     is_data_parallel = settings.method == "data-parallel"
     label = name_method(config, is_data_parallel=is_data_parallel)
-    return Row(label, point, config, is_data_parallel, num_params, settings.seeds or experiment.seeds)
+    return Row(
+        label, point, config, is_data_parallel, num_params, settings.seeds or experiment.seeds
+    )
 
 
 def split_settings(values: Point, where: str) -> tuple[RowSettings, Point]:
@@ -89,7 +95,9 @@ def split_settings(values: Point, where: str) -> tuple[RowSettings, Point]:
     try:
         settings = RowSettings(**own)
     except ValidationError as error:
-        raise ConfigError("\n  ".join([f"{where}:", *explain_errors(error, RowSettings, "")])) from None
+        raise ConfigError(
+            "\n  ".join([f"{where}:", *explain_errors(error, RowSettings, "")])
+        ) from None
     return settings, {key: value for key, value in values.items() if key not in own}
 
 
@@ -125,8 +133,10 @@ def count_params(config: Config, where: str) -> int:
     vocab_size = config.model.vocab_size or BYTE_VOCAB_SIZE
     if config.model.vocab_size is None and config.data.tokenizer != "bytes":
         raise ConfigError(
-            f"{where}: model.vocab_size is not given, so the model's size follows from the tokenizer "
-            f"{config.data.tokenizer!r}, which is not read for it; set model.vocab_size to the size of its vocabulary"
+            f"{where}: model.vocab_size is not given, so the model's size follows from the "
+            "tokenizer "
+            f"{config.data.tokenizer!r}, which is not read for it; set model.vocab_size to the "
+            "size of its vocabulary"
         )
     try:
         return num_elements(model_specs(config.run, vocab_size))
@@ -148,8 +158,10 @@ def count_steps(config: Config, settings: RowSettings, num_params: int, where: s
     steps = max(round(tokens / of_a_step / multiple), 1) * multiple
     if settings.method == "islands" and steps % config.outer.inner_steps:
         raise ConfigError(
-            f"{where}: {steps} steps are no multiple of outer.inner_steps, {config.outer.inner_steps}, and rows of "
-            "other lengths could not be compared; set steps_multiple_of to a common multiple of all inner steps"
+            f"{where}: {steps} steps are no multiple of outer.inner_steps, "
+            f"{config.outer.inner_steps}, and rows of "
+            "other lengths could not be compared; set steps_multiple_of to a common multiple of "
+            "all inner steps"
         )
     return steps
 
@@ -171,9 +183,18 @@ def fit_rounds(config: Config, total_steps: int, settings: RowSettings, where: s
 def fit_saves(config: Config) -> Config:
     """Return the config with checkpoints so frequent that a killed run loses little."""
     every = max(config.outer.rounds // SAVES, 1)
-    checkpoint = {"every_rounds": every, "keep": 2, "folder": None, "mirror": None, "resume": "auto"}
+    checkpoint = {
+        "every_rounds": every,
+        "keep": 2,
+        "folder": None,
+        "mirror": None,
+        "resume": "auto",
+    }
     kept = config.island.checkpoint.model_copy(update=checkpoint)
-    listed = tuple({key: value for key, value in each.items() if key != "checkpoint"} for each in config.islands)
+    listed = tuple(
+        {key: value for key, value in each.items() if key != "checkpoint"}
+        for each in config.islands
+    )
     return config.model_copy(
         update={"island": config.island.model_copy(update={"checkpoint": kept}), "islands": listed}
     )

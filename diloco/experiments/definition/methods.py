@@ -64,18 +64,28 @@ def name_schedule(outer: OuterConfig) -> list[str]:
     words += ["moments {}/{}".format(*outer.moments)] if outer.moments else []
     words += name_experts(outer)
     merge = outer.merge
-    rule = name_own(merge.rule, merge.options) if is_import_path(merge.rule) else merge.rule.replace("_", " ")
+    rule = (
+        name_own(merge.rule, merge.options)
+        if is_import_path(merge.rule)
+        else merge.rule.replace("_", " ")
+    )
     words += [rule] if rule != "mean" else []
-    words += [f"norm z-score {merge.max_norm_zscore:g}"] if merge.max_norm_zscore is not None else []
+    words += (
+        [f"norm z-score {merge.max_norm_zscore:g}"] if merge.max_norm_zscore is not None else []
+    )
     words += [f"norm ratio {merge.max_norm_ratio:g}"] if merge.max_norm_ratio is not None else []
     return words + ([f"cosine {merge.min_cosine:g}"] if merge.min_cosine is not None else [])
 
 
 def name_experts(outer: OuterConfig) -> list[str]:
-    """Return words for the experts of a mixture, as far as they are treated otherwise than the rest."""
+    """Return words for the experts of a mixture, as far as they are treated otherwise than the
+    rest.
+    """
     words = ["experts by routed tokens"] if outer.merge.experts == "routed" else []
     words += [f"experts every {outer.experts.every} rounds"] if outer.experts.every > 1 else []
-    return words + ([f"experts in {outer.experts.codec}"] if outer.experts.codec is not None else [])
+    return words + (
+        [f"experts in {outer.experts.codec}"] if outer.experts.codec is not None else []
+    )
 
 
 def name_codec(outer: OuterConfig) -> str:

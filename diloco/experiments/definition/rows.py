@@ -18,9 +18,27 @@ from diloco.errors import ConfigError
 from diloco.experiments.definition.schema import Point
 from diloco.formatting import human_count
 
-ISLAND_KEYS = ("micro_batch", "compute_dtype", "device", "matmul_precision", "init_from", "tokenizer", "data_paths")
+ISLAND_KEYS = (
+    "micro_batch",
+    "compute_dtype",
+    "device",
+    "matmul_precision",
+    "init_from",
+    "tokenizer",
+    "data_paths",
+)
 """Settings of an island on which the numbers of its run depend."""
-COVERED = ("config", "method", "islands", "outer", "step_tokens", "steps_multiple_of", "evaluations", "model", "seeds")
+COVERED = (
+    "config",
+    "method",
+    "islands",
+    "outer",
+    "step_tokens",
+    "steps_multiple_of",
+    "evaluations",
+    "model",
+    "seeds",
+)
 ALSO_COVERED = (
     "optimizer.name",
     "optimizer.averaging",
@@ -102,7 +120,8 @@ def hash_config(config: Config, *, with_seed: bool) -> str:
     content = {
         "run": config.run.model_dump(mode="json", exclude=excluded, exclude_defaults=True),
         "islands": [
-            island.model_dump(mode="json", include=set(ISLAND_KEYS), exclude_defaults=True) for island in islands
+            island.model_dump(mode="json", include=set(ISLAND_KEYS), exclude_defaults=True)
+            for island in islands
         ],
     }
     if hashes := add_code_hashes(config.run).code_sha256:
@@ -112,16 +131,23 @@ def hash_config(config: Config, *, with_seed: bool) -> str:
 
 def label_rows(rows: list[Row]) -> list[Row]:
     """Return the rows with distinct labels: the method, then what else varies."""
-    extents = [describe for describe in (size_of, step_of) if len({describe(row) for row in rows}) > 1]
+    extents = [
+        describe for describe in (size_of, step_of) if len({describe(row) for row in rows}) > 1
+    ]
     labelled = [
         replace(
-            row, label=", ".join([row.label, *describe_others(row.point), *(describe(row) for describe in extents)])
+            row,
+            label=", ".join(
+                [row.label, *describe_others(row.point), *(describe(row) for describe in extents)]
+            ),
         )
         for row in rows
     ]
     times = Counter(row.label for row in labelled)
     return [
-        row if times[row.label] == 1 else replace(row, label=f"{row.label} ({describe_point(row.point)})")
+        row
+        if times[row.label] == 1
+        else replace(row, label=f"{row.label} ({describe_point(row.point)})")
         for row in labelled
     ]
 
@@ -138,18 +164,29 @@ def describe_others(point: Point) -> list[str]:
     """Return the values of a point that the method's name does not show, such as `lr 0.003`."""
     covered = {key for key in point if key.split(".")[0] in COVERED or key in ALSO_COVERED}
     others = {key: value for key, value in point.items() if key not in covered}
-    return [f"{key.rpartition('.')[2].replace('_', ' ')} {short(value)}" for key, value in others.items()]
+    return [
+        f"{key.rpartition('.')[2].replace('_', ' ')} {short(value)}"
+        for key, value in others.items()
+    ]
 
 
 def describe_point(point: Point) -> str:
     """Return a point as one line of text."""
-    return ", ".join(f"{key}={short(value)}" for key, value in point.items() if key != "config" or len(point) == 1)
+    return ", ".join(
+        f"{key}={short(value)}"
+        for key, value in point.items()
+        if key != "config" or len(point) == 1
+    )
 
 
 def short(value: Any) -> str:
     """Return a value as one line of text; for a whole config its name."""
     if isinstance(value, dict):
-        return str(value["name"]) if "name" in value else yaml.safe_dump(value, default_flow_style=True).strip()
+        return (
+            str(value["name"])
+            if "name" in value
+            else yaml.safe_dump(value, default_flow_style=True).strip()
+        )
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -164,6 +201,8 @@ def select(rows: Iterable[Row], wanted: list[str]) -> list[Row]:
         if text.isdecimal():
             found = rows[int(text) - 1 : int(text)] if int(text) else []
         if not found:
-            raise ConfigError(f"--only {text!r}: no row has this number or text; --plan lists the rows")
+            raise ConfigError(
+                f"--only {text!r}: no row has this number or text; --plan lists the rows"
+            )
         chosen += found
     return [row for row in rows if row in chosen] if wanted else rows

@@ -76,7 +76,9 @@ class RowSettings(Section):
     @model_validator(mode="after")
     def _one_length(self) -> "RowSettings":
         if self.tokens is not None and self.tokens_per_param is not None:
-            raise ValueError("tokens and tokens_per_param both give the run's length; set one of them")
+            raise ValueError(
+                "tokens and tokens_per_param both give the run's length; set one of them"
+            )
         return self
 
 
@@ -127,7 +129,9 @@ class Experiment(Section):
     @classmethod
     def _keys_of_an_axis_are_zipped(cls, axes: tuple[Any, ...]) -> tuple[Any, ...]:
         for axis in axes:
-            lengths = {key: len(values) for key, values in axis.items()} if isinstance(axis, dict) else {}
+            lengths = (
+                {key: len(values) for key, values in axis.items()} if isinstance(axis, dict) else {}
+            )
             if len(set(lengths.values())) > 1:
                 raise ValueError(
                     "as many values for each key of one axis, because they are zipped (got "
@@ -154,9 +158,14 @@ def load_experiment(path: Path) -> Experiment:
     try:
         experiment = Experiment.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n  ".join([f"{path}:", *explain_errors(error, Experiment, "")])) from None
+        raise ConfigError(
+            "\n  ".join([f"{path}:", *explain_errors(error, Experiment, "")])
+        ) from None
     axes = [
-        {key: [_inline(value, path) for value in axis[key]] if key == "config" else axis[key] for key in axis}
+        {
+            key: [_inline(value, path) for value in axis[key]] if key == "config" else axis[key]
+            for key in axis
+        }
         if isinstance(axis, dict)
         else [_with_config(point, path) for point in axis]
         for axis in experiment.axes
@@ -177,7 +186,10 @@ def load_yaml(path: Path, what: str = "experiment") -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: got {type(values).__name__}; keys with values expected, as in `name: inner-steps`")
+        raise ConfigError(
+            f"{path}: got {type(values).__name__}; keys with values expected, as in `name: "
+            "inner-steps`"
+        )
     return values
 
 
@@ -196,7 +208,11 @@ def _without_base(path: Path, values: Mapping[str, Any]) -> str:
     """Return what to say of a file that names no base: perhaps it is a config itself."""
     if {"model", "outer", "optimizer", "island", "islands"} & values.keys():
         return (
-            f"{path} is a config of one run; an experiment is a file of its own that names a config, "
+            f"{path} is a config of one run; an experiment is a file of its own that names a "
+            "config, "
             f"as in `base: {path.name}`, and what to vary; docs/experiments.md describes it"
         )
-    return f"{path}: base is missing; it names the config that all rows share, as in `base: ../quickstart.yaml`"
+    return (
+        f"{path}: base is missing; it names the config that all rows share, as in `base: "
+        "../quickstart.yaml`"
+    )

@@ -1,4 +1,6 @@
-"""Statistics of paired runs: mean, spread, and the difference to a baseline with its confidence interval."""
+"""Statistics of paired runs: mean, spread, and the difference to a baseline with its confidence
+interval.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -58,7 +60,9 @@ def student_t(confidence: float, degrees: int) -> float:
         high *= 2
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if central_probability(middle, degrees) < confidence else (low, middle)
+        low, high = (
+            (middle, high) if central_probability(middle, degrees) < confidence else (low, middle)
+        )
     return high
 
 

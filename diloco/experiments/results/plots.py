@@ -1,4 +1,6 @@
-"""The plots of an experiment: held-out loss against tokens, bytes and simulated wall clock, and last losses."""
+"""The plots of an experiment: held-out loss against tokens, bytes and simulated wall clock, and
+last losses.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -36,19 +38,24 @@ class Abscissa:
 
 
 ABSCISSAE = (
-    Abscissa("tokens", "Held-out loss against tokens", "tokens, all islands together", lambda line, share: (
+    Abscissa("tokens", "Held-out loss against tokens", "tokens, all islands "
+                                                       "together", lambda line, share: (
         share * line.curve[-1][0]
     ), human_count),
-    Abscissa("bytes", "Held-out loss against bytes", "bytes sent by one island", lambda line, share: (
+    Abscissa("bytes", "Held-out loss against bytes", "bytes sent by one "
+                                                     "island", lambda line, share: (
         share * line.sent_bytes
     ), human_bytes),
-    Abscissa("wall-clock", "Held-out loss against simulated wall clock", "time, simulated", lambda line, share: (
+    Abscissa("wall-clock", "Held-out loss against simulated wall "
+                           "clock", "time, simulated", lambda line, share: (
         share * line.seconds
     ), human_seconds),
 )  # fmt: skip
 
 
-def write_plots(lines: Sequence[TableLine], folder: Path, against: str | None, link: str) -> list[str]:
+def write_plots(
+    lines: Sequence[TableLine], folder: Path, against: str | None, link: str
+) -> list[str]:
     """Draw every plot, one file for each size of the model. Return the names of the files."""
     names = []
     sizes = sorted({line.row.num_params for line in lines})
@@ -57,25 +64,48 @@ def write_plots(lines: Sequence[TableLine], folder: Path, against: str | None, l
             group = [line for line in lines if line.row.num_params == size]
             suffix = f"-{human_count(size)}" if len(sizes) > 1 else ""
             for abscissa in ABSCISSAE:
-                if draw_curves(group, abscissa, folder / f"loss-{abscissa.stem}{suffix}.png", suffix.strip("-"), link):
+                if draw_curves(
+                    group,
+                    abscissa,
+                    folder / f"loss-{abscissa.stem}{suffix}.png",
+                    suffix.strip("-"),
+                    link,
+                ):
                     names.append(f"loss-{abscissa.stem}{suffix}.png")
         if against is not None and draw_last_losses(lines, against, folder / "last-loss.png"):
             names.append("last-loss.png")
     return names
 
 
-def draw_curves(lines: Sequence[TableLine], abscissa: Abscissa, path: Path, size: str, link: str) -> bool:
+def draw_curves(
+    lines: Sequence[TableLine], abscissa: Abscissa, path: Path, size: str, link: str
+) -> bool:
     """Draw the losses of rows with one model size. Return False, and draw nothing, if no row has a
     value on the axis.
     """
     drawn = [(line, points) for line in lines if (points := curve_points(line, abscissa))]
     if not drawn:
         return False
-    title = abscissa.title + (f", {link}" if abscissa.stem == "wall-clock" else "") + (f", {size}" if size else "")
-    figure, axes = new_axes(title, abscissa.label, "loss, nats per token", height=4.6 + 0.16 * len(drawn))
+    title = (
+        abscissa.title
+        + (f", {link}" if abscissa.stem == "wall-clock" else "")
+        + (f", {size}" if size else "")
+    )
+    figure, axes = new_axes(
+        title, abscissa.label, "loss, nats per token", height=4.6 + 0.16 * len(drawn)
+    )
     for index, (line, points) in enumerate(drawn):
-        axes.plot(*zip(*points, strict=True), label=f"{line.row.label}  {line.loss:.3f}", **line_style(index, line.row))
-    late = [loss for line, _ in drawn for tokens, loss in line.curve if tokens >= SHOWN_FROM * line.curve[-1][0]]
+        axes.plot(
+            *zip(*points, strict=True),
+            label=f"{line.row.label}  {line.loss:.3f}",
+            **line_style(index, line.row),
+        )
+    late = [
+        loss
+        for line, _ in drawn
+        for tokens, loss in line.curve
+        if tokens >= SHOWN_FROM * line.curve[-1][0]
+    ]
     low = min(late)
     high = max(late)
     axes.set_ylim(low - 0.05 * (high - low) - 1e-3, high + 0.05 * (high - low) + 1e-3)
@@ -88,7 +118,9 @@ def draw_curves(lines: Sequence[TableLine], abscissa: Abscissa, path: Path, size
 def curve_points(line: TableLine, abscissa: Abscissa) -> list[tuple[float, float]]:
     """Return (value, loss) of each evaluation; empty if all values are 0."""
     last = line.curve[-1][0]
-    points = [(abscissa.value(line, tokens / last), loss) for tokens, loss in line.curve] if last else []
+    points = (
+        [(abscissa.value(line, tokens / last), loss) for tokens, loss in line.curve] if last else []
+    )
     return [point for point in points if point[0] > 0]
 
 
@@ -112,7 +144,9 @@ def draw_last_losses(lines: Sequence[TableLine], key: str, path: Path) -> bool:
             groups.setdefault(group_of(line.row, key), []).append(line)
     if not groups:
         return False
-    figure, axes = new_axes(f"Last held-out loss against {key}", key, "loss, nats per token", 4.6 + 0.16 * len(groups))
+    figure, axes = new_axes(
+        f"Last held-out loss against {key}", key, "loss, nats per token", 4.6 + 0.16 * len(groups)
+    )
     for index, members in enumerate(groups.values()):
         draw_group(axes, sorted(members, key=lambda line: line.row.value(key)), key, index)
     for line in level:
@@ -120,7 +154,9 @@ def draw_last_losses(lines: Sequence[TableLine], key: str, path: Path) -> bool:
     values = sorted({line.row.value(key) for members in groups.values() for line in members})
     if values[0] > 0 and values[-1] >= RATIO_OF_LOG * values[0]:
         axes.set_xscale("log")
-    axes.set_xticks(values, labels=[human_count(value) if value > 1000 else f"{value:g}" for value in values])
+    axes.set_xticks(
+        values, labels=[human_count(value) if value > 1000 else f"{value:g}" for value in values]
+    )
     axes.minorticks_off()
     figure.legend(loc="outside lower center", ncols=1 if longest(lines) > 60 else 2, fontsize=8)
     save(figure, path)

@@ -34,8 +34,9 @@ class RunResult:
     """Inner steps that this process made: fewer than the run's steps if the run was stopped in
     between."""
     expert_load: float | None = None
-    """Load of a layer's fullest expert (its tokens divided by the mean), over the second half of the
-    steps; a mean over layers. None for a model without experts."""
+    """Load of a layer's fullest expert (its tokens divided by the mean), over the second half of
+    the steps; a mean over layers. None for a model without experts.
+    """
 
     @property
     def loss(self) -> float:
@@ -47,14 +48,24 @@ _PARSER = TypeAdapter(RunResult)
 
 
 def measure_run(run_dir: Path, run: Run, *, core_seconds: float, steps_timed: int) -> RunResult:
-    """Read the result of a run that is over from its records. Raises InputError if they hold no loss."""
+    """Read the result of a run that is over from its records. Raises InputError if they hold no
+    loss.
+    """
     islands = read_run(run_dir).islands
     curve = build_curve(islands, run.config.outer.inner_steps * run.row.step_tokens)
     if not curve:
-        raise InputError(f"{run_dir}: the run has ended without a held-out loss; see its metrics.jsonl")
+        raise InputError(
+            f"{run_dir}: the run has ended without a held-out loss; see its metrics.jsonl"
+        )
     sent = fmean(count_sent(island) for island in islands)
     load = mean_of_known(list(expert_figures(islands)["expert_loads"].values()))
-    return RunResult(curve=curve, sent_bytes=sent, core_seconds=core_seconds, steps_timed=steps_timed, expert_load=load)
+    return RunResult(
+        curve=curve,
+        sent_bytes=sent,
+        core_seconds=core_seconds,
+        steps_timed=steps_timed,
+        expert_load=load,
+    )
 
 
 def build_curve(islands: Sequence[IslandRecords], tokens_per_cycle: int) -> list[tuple[int, float]]:
@@ -66,14 +77,19 @@ def build_curve(islands: Sequence[IslandRecords], tokens_per_cycle: int) -> list
         for record in island.evals:
             if record.loss is not None:
                 by_cycle.setdefault(record.round, {})[island.name] = record.loss
-    return [(cycle * tokens_per_cycle, fmean(losses.values())) for cycle, losses in sorted(by_cycle.items())]
+    return [
+        (cycle * tokens_per_cycle, fmean(losses.values()))
+        for cycle, losses in sorted(by_cycle.items())
+    ]
 
 
 def count_sent(island: IslandRecords) -> int:
     """Return the bytes that the island sent in committed rounds. Of a round repeated after a stop,
     the last one counts.
     """
-    return sum({record.round: record.bytes_sent for record in island.rounds if record.committed}.values())
+    return sum(
+        {record.round: record.bytes_sent for record in island.rounds if record.committed}.values()
+    )
 
 
 def data_parallel_bytes(row: Row, num_machines: int) -> float:

@@ -29,8 +29,19 @@ def write_summary(
     """Write both files. `notes`: lines for the summary, about missing runs and how the time was
     simulated.
     """
-    text = [f"# {experiment.name}", "", *([experiment.about.strip(), ""] if experiment.about else [])]
-    text += [*markdown_table(lines), "", explain_table(experiment, rows), "", *(f"- {note}" for note in notes), ""]
+    text = [
+        f"# {experiment.name}",
+        "",
+        *([experiment.about.strip(), ""] if experiment.about else []),
+    ]
+    text += [
+        *markdown_table(lines),
+        "",
+        explain_table(experiment, rows),
+        "",
+        *(f"- {note}" for note in notes),
+        "",
+    ]
     text += [f"![{name}](plots/{name})\n" for name in plots]
     text += ["## Again", "", f"    diloco experiment {folder / 'experiment.yaml'} --out FOLDER", ""]
     text += ["`runs/` has the exact config and the records of each run, by row and seed:", ""]
@@ -50,18 +61,21 @@ def markdown_table(lines: Sequence[TableLine]) -> list[str]:
 def explain_table(experiment: Experiment, rows: Rows) -> str:
     """Return a text that explains the columns."""
     text = (
-        "Losses are held-out, in nats per token, at the end of the run; the spread is the standard deviation over the "
+        "Losses are held-out, in nats per token, at the end of the run; the spread is the standard "
+        "deviation over the "
         "seeds. "
     )
     if (point := experiment.baseline_point) is not None:
         labels = {row.label for row in rows.baselines.values()}
         other = f"the row with {describe_point(point)} and otherwise equal settings"
         text += (
-            f"The difference is to {labels.pop() if len(labels) == 1 else other}, over pairs of equal seeds, in "
+            f"The difference is to {labels.pop() if len(labels) == 1 else other}, over pairs of "
+            "equal seeds, in "
             f"brackets with its {CONFIDENCE:.0%} confidence interval (Student's t). "
         )
     return text + (
-        "Bytes count committed rounds, payload and protocol; for data-parallel training they count a bf16 ring "
+        "Bytes count committed rounds, payload and protocol; for data-parallel training they count "
+        "a bf16 ring "
         f"all-reduce at every step. Run on {platform.machine()} with {os.cpu_count()} processors."
     )
 
@@ -70,7 +84,10 @@ def describe_length(line: TableLine) -> str:
     """Return a text with the run's length and the model's size."""
     row = line.row
     tokens = row.config.total_steps * row.step_tokens
-    return f"{human_count(row.num_params)} parameters, {human_count(tokens)} tokens in {row.config.total_steps} steps"
+    return (
+        f"{human_count(row.num_params)} parameters, {human_count(tokens)} tokens in "
+        f"{row.config.total_steps} steps"
+    )
 
 
 def as_json(line: TableLine, rows: Rows) -> Mapping[str, Any]:

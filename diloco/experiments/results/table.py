@@ -12,7 +12,15 @@ from diloco.report.summary import mean_of_known
 
 Results = Mapping[str, Mapping[int, RunResult]]
 """Results of finished runs, by the row's id and the seed."""
-HEADINGS = ("row", "seeds", "held-out loss", "spread", "to the baseline", "sent by an island", "simulated time")
+HEADINGS = (
+    "row",
+    "seeds",
+    "held-out loss",
+    "spread",
+    "to the baseline",
+    "sent by an island",
+    "simulated time",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +50,24 @@ class TableLine:
         return spread(list(self.losses.values()))
 
 
-def build_table(rows: Rows, results: Results, step_seconds: Mapping[str, float], num_machines: int) -> list[TableLine]:
+def build_table(
+    rows: Rows, results: Results, step_seconds: Mapping[str, float], num_machines: int
+) -> list[TableLine]:
     """Return a line for each row with a finished run. `step_seconds`: simulated seconds per step,
     by the row's id.
     """
     return [
-        build_line(row, rows.baselines.get(row.row_id), results, step_seconds[row.row_id], num_machines)
+        build_line(
+            row, rows.baselines.get(row.row_id), results, step_seconds[row.row_id], num_machines
+        )
         for row in rows.rows
         if results.get(row.row_id)
     ]
 
 
-def build_line(row: Row, baseline: Row | None, results: Results, step_seconds: float, num_machines: int) -> TableLine:
+def build_line(
+    row: Row, baseline: Row | None, results: Results, step_seconds: float, num_machines: int
+) -> TableLine:
     """Return the line of a row that has a finished run."""
     found = results[row.row_id]
     losses = {seed: result.loss for seed, result in sorted(found.items())}
@@ -81,8 +95,8 @@ def mean_curve(results: Mapping[int, RunResult]) -> list[tuple[int, float]]:
 
 
 def format_table(lines: Sequence[TableLine]) -> list[tuple[str, ...]]:
-    """Return the cells of the table: HEADINGS, then each line. With a mixture of experts there is a column with
-    the load of a layer's fullest expert.
+    """Return the cells of the table: HEADINGS, then each line. With a mixture of experts there is a
+    column with the load of a layer's fullest expert.
     """
     if all(line.expert_load is None for line in lines):
         return [HEADINGS, *map(format_line, lines)]

@@ -30,11 +30,13 @@ class OwnBuffers:
     """The named buffers of a model, and a watch over its other ones."""
 
     def __init__(self, ranks: RankGroup, model: Model, named: Mapping[str, str] | None) -> None:
-        """Find the buffers that `named` names, by full names or patterns such as `*.running_mean`, with
-        "mean" or "donor" for each. Every rank must call it. Raises ConfigError on every rank.
+        """Find the buffers that `named` names, by full names or patterns such as `*.running_mean`,
+        with "mean" or "donor" for each. Every rank must call it. Raises ConfigError on every rank.
         """
         found = [
-            replace(buffer, name=clean_name(buffer.name)) for part in parts_of(model) for buffer in all_buffers(part)
+            replace(buffer, name=clean_name(buffer.name))
+            for part in parts_of(model)
+            for buffer in all_buffers(part)
         ]
         _require_found(ranks, found, named or {})
         chosen = on_every_rank(ranks, lambda: [_choose(buffer, named or {}) for buffer in found])
@@ -58,13 +60,16 @@ def _gather_specs(ranks: RankGroup, mine: Sequence[ParamSpec]) -> list[ParamSpec
 
     Raises ConfigError on every rank if two ranks have one name for buffers of different shapes.
     """
-    by_rank: list[dict[str, tuple[int, ...]]] = ranks.gather({spec.name: spec.shape for spec in mine})
+    by_rank: list[dict[str, tuple[int, ...]]] = ranks.gather(
+        {spec.name: spec.shape for spec in mine}
+    )
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, theirs in enumerate(by_rank):
         for name, shape in theirs.items():
             if shapes.setdefault(name, shape) != shape:
                 raise ConfigError(
-                    f"buffers: rank {rank} of this island holds {plain_name(name)!r} with the shape {shape}, and "
+                    f"buffers: rank {rank} of this island holds {plain_name(name)!r} with the "
+                    f"shape {shape}, and "
                     f"another rank with {shapes[name]}. {WHOLE_MODEL}"
                 )
     order = merge_orders([list(theirs) for theirs in by_rank])
@@ -77,7 +82,9 @@ def _choose(buffer: Buffer, named: Mapping[str, str]) -> Buffer | None:
     if not found:
         return None
     if len(found) > 1:
-        raise ConfigError(f"buffers: {buffer.name!r} is named both as mean and as donor; name it once")
+        raise ConfigError(
+            f"buffers: {buffer.name!r} is named both as mean and as donor; name it once"
+        )
     (how,) = found
     if how not in KINDS:
         raise ConfigError(f"buffers: got {how!r} for {buffer.name!r}; allowed: mean, donor")
@@ -94,25 +101,41 @@ def _find_problem(buffer: Buffer, how: str) -> str:
         return "is on the meta device; give it values first (model.to_empty, then fill it)"
     if tensor.numel() == 0:
         return f"has the shape {tuple(tensor.shape)}; leave it out"
-    if isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements):
-        return f"is a DTensor with the placements {tensor.placements}; each rank must hold it whole (Replicate)"
+    if isinstance(tensor, DTensor) and not all(
+        placement.is_replicate() for placement in tensor.placements
+    ):
+        return (
+            f"is a DTensor with the placements {tensor.placements}; each rank must hold it "
+            "whole (Replicate)"
+        )
     if tensor.is_complex():
-        return f"is {dtype}, and values travel in float32; keep real and imaginary parts in two buffers"
+        return (
+            f"is {dtype}, and values travel in float32; keep real and imaginary parts in two "
+            "buffers"
+        )
     if not tensor.is_floating_point() and how == "mean":
         return f"is {dtype}, of which there is no mean; name it as donor, or leave it out"
     if not tensor.is_floating_point() and int(tensor.long().abs().max()) > MOST_EXACT:
-        return f"is {dtype} and holds values above {MOST_EXACT}, and values travel in float32; leave it out"
+        return (
+            f"is {dtype} and holds values above {MOST_EXACT}, and values travel in float32; "
+            "leave it out"
+        )
     return ""
 
 
 def _require_found(ranks: RankGroup, buffers: Sequence[Buffer], named: Mapping[str, str]) -> None:
-    """Raise ConfigError on every rank for a name that no buffer has, or that not all ranks give. Every
-    rank must call it.
+    """Raise ConfigError on every rank for a name that no buffer has, or that not all ranks give.
+    Every rank must call it.
     """
     for rank, theirs in enumerate(ranks.gather(sorted(named.items()))):
         if theirs != sorted(named.items()):
-            raise ConfigError(f"buffers: rank {rank} of this island names {theirs}, and another rank {dict(named)}")
-    names = [name for theirs in ranks.gather([buffer.name for buffer in buffers]) for name in theirs]
+            raise ConfigError(
+                f"buffers: rank {rank} of this island names {theirs}, and another rank "
+                f"{dict(named)}"
+            )
+    names = [
+        name for theirs in ranks.gather([buffer.name for buffer in buffers]) for name in theirs
+    ]
     for pattern in named:
         if not any(fnmatchcase(name, pattern) for name in names):
             there = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "") or "none"

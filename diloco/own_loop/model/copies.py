@@ -1,4 +1,6 @@
-"""Check that the ranks of an island hold the whole model, and equal copies where they hold the same part of it."""
+"""Check that the ranks of an island hold the whole model, and equal copies where they hold the same
+part of it.
+"""
 
 from diloco.errors import ConfigError
 from diloco.own_loop.model.ranks import WHOLE_MODEL
@@ -11,7 +13,8 @@ from outer.space.ranks import RankGroup
 
 
 def check_held(ranks: RankGroup, params: LocalParams) -> None:
-    """Raise ConfigError on every rank unless the ranks hold every parameter once, or in equal copies.
+    """Raise ConfigError on every rank unless the ranks hold every parameter once, or in equal
+    copies.
 
     Every rank must call it.
     """
@@ -32,9 +35,13 @@ def check_copies(ranks: RankGroup, params: LocalParams, holdings: Holdings) -> N
     of a pipeline whose layers are numbered from 0 on each rank, and with tensor parallelism whose
     shards are not DTensors. Every rank must call it.
     """
-    slice_index = {(held.name, held.rows, held.cols): index for index, held in enumerate(params.slices)}
+    slice_index = {
+        (held.name, held.rows, held.cols): index for index, held in enumerate(params.slices)
+    }
     shared = [row for row in holdings.of_rank(ranks.rank) if len(holdings.holders(row)) > 1]
-    digests = {row: part_digest(params.read(slice_index[holdings.rectangle(row)])) for row in shared}
+    digests = {
+        row: part_digest(params.read(slice_index[holdings.rectangle(row)])) for row in shared
+    }
     first: dict[int, tuple[int, bytes]] = {}
     for rank, theirs in enumerate(ranks.gather(digests)):
         for row, digest in theirs.items():
@@ -42,7 +49,9 @@ def check_copies(ranks: RankGroup, params: LocalParams, holdings: Holdings) -> N
             if digest != expected:
                 held = holdings.rectangle(row)
                 raise ConfigError(
-                    f"ranks {other} and {rank} of this island hold the same part of {held.name!r} (rows "
-                    f"{held.rows[0]} to {held.rows[1]}, columns {held.cols[0]} to {held.cols[1]}) with different "
+                    f"ranks {other} and {rank} of this island hold the same part of {held.name!r} "
+                    "(rows "
+                    f"{held.rows[0]} to {held.rows[1]}, columns {held.cols[0]} to {held.cols[1]}) "
+                    "with different "
                     f"values: digests {expected.hex()[:12]} and {digest.hex()[:12]}. {WHOLE_MODEL}"
                 )

@@ -1,4 +1,6 @@
-"""fp32 masters of parameters that are trained in bfloat16 or float16: the loop's own, or kept by Islands."""
+"""fp32 masters of parameters that are trained in bfloat16 or float16: the loop's own, or kept by
+Islands.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,20 +23,32 @@ class Masters:
     by_name: Mapping[str, Tensor]
     """The masters, by the names of the model's parameters. Each has the parameter's whole shape."""
     copy: Callable[[], None]
-    """Copies all masters into the model. It is called after each change of the masters by Islands."""
+    """Copies all masters into the model. It is called after each change of the masters by
+    Islands.
+    """
 
     def check(self, trained: Mapping[str, Sequence[Tensor]]) -> None:
-        """Raise ConfigError unless each master is one of a parameter of this rank that is trained."""
+        """Raise ConfigError unless each master is one of a parameter of this rank that is
+        trained.
+        """
         for name, master in self.by_name.items():
             problem = ""
             if name not in trained:
                 problem = "is of no parameter that requires a gradient on this rank"
             elif master.is_meta or master.dtype != torch.float32:
-                problem = f"is {str(master.dtype).removeprefix('torch.')} on {master.device}, expected float32 values"
+                problem = (
+                    f"is {str(master.dtype).removeprefix('torch.')} on {master.device}, "
+                    "expected float32 values"
+                )
             elif master.shape != trained[name][0].shape:
-                problem = f"has the shape {tuple(master.shape)}, the parameter {tuple(trained[name][0].shape)}"
+                problem = (
+                    f"has the shape {tuple(master.shape)}, the parameter "
+                    f"{tuple(trained[name][0].shape)}"
+                )
             if problem:
-                raise ConfigError(f"params: the master {name!r} {problem}; give a master for each such parameter")
+                raise ConfigError(
+                    f"params: the master {name!r} {problem}; give a master for each such parameter"
+                )
 
 
 class CopiedBack:
@@ -104,11 +118,16 @@ class KeptMasters:
         models = self._models[index]
         masters = self._params.copies(index)[: len(models)]
         views = self._params.local_view
-        return [(views(index, master), views(index, model)) for master, model in zip(masters, models, strict=True)]
+        return [
+            (views(index, master), views(index, model))
+            for master, model in zip(masters, models, strict=True)
+        ]
 
 
 def follow(master: Tensor, model: Tensor) -> None:
-    """Let a master follow the model's value, in place. It does nothing if the model is the rounded master."""
+    """Let a master follow the model's value, in place. It does nothing if the model is the rounded
+    master.
+    """
     trained = model.float()
     cut_off = master - master.to(model.dtype).float()
     exact = trained + cut_off

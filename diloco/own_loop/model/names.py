@@ -1,4 +1,6 @@
-"""Names of an island's parameters, and their order, which no rank of an interleaved pipeline knows alone."""
+"""Names of an island's parameters, and their order, which no rank of an interleaved pipeline knows
+alone.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -31,7 +33,10 @@ def merge_orders(orders: Sequence[Sequence[str]]) -> list[str]:
     for order in alike:
         for start, words in _words_after(order).items():
             after.setdefault(start, []).append(words)
-    places = {start: {word: place for place, word in enumerate(_merge_words(lists))} for start, lists in after.items()}
+    places = {
+        start: {word: place for place, word in enumerate(_merge_words(lists))}
+        for start, lists in after.items()
+    }
 
     def place_of(name: str) -> list[int]:
         words = name.split(".")
@@ -41,7 +46,9 @@ def merge_orders(orders: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _words_after(order: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return for each beginning of names the distinct words that follow it, in the order of the names."""
+    """Return for each beginning of names the distinct words that follow it, in the order of the
+    names.
+    """
     after: dict[tuple[str, ...], dict[str, None]] = {}
     for name in order:
         words = name.split(".")

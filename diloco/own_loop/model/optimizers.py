@@ -15,7 +15,9 @@ from outer.space.ranks import RankGroup
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-def with_moments(params: LocalParams, optimizers: Optimizers, ranks: RankGroup | None = None) -> ParamsAndMoments:
+def with_moments(
+    params: LocalParams, optimizers: Optimizers, ranks: RankGroup | None = None
+) -> ParamsAndMoments:
     """Return the parameters with the moments of those that AdamW steps, for `outer.moments`.
 
     Every rank must call it; without `ranks` this process is alone. Raises ConfigError on every rank
@@ -26,17 +28,24 @@ def with_moments(params: LocalParams, optimizers: Optimizers, ranks: RankGroup |
     names: set[str] = set().union(*ranks.gather(stepped))
     if not names:
         got = ", ".join(type(optimizer).__name__ for optimizer in as_list(optimizers)) or "none"
-        raise ConfigError(f"outer.moments averages the moments of torch.optim.AdamW; got the optimizers: {got}")
+        raise ConfigError(
+            f"outer.moments averages the moments of torch.optim.AdamW; got the optimizers: {got}"
+        )
     return ParamsAndMoments(params, adam, names)
 
 
-def find_adam(params: LocalParams, optimizers: Optimizers) -> tuple[Sequence[torch.optim.Optimizer], set[str]]:
-    """Return this rank's AdamW optimizers, and the names of the parameters that they step. Raises ConfigError."""
+def find_adam(
+    params: LocalParams, optimizers: Optimizers
+) -> tuple[Sequence[torch.optim.Optimizer], set[str]]:
+    """Return this rank's AdamW optimizers, and the names of the parameters that they step. Raises
+    ConfigError.
+    """
     found = as_list(optimizers)
     adam = [optimizer for optimizer in found if type(optimizer) is torch.optim.AdamW]
     if any(optimizer.state for optimizer in adam):
         raise ConfigError(
-            "outer.moments: create Islands before the optimizer's first step, and load its state afterwards"
+            "outer.moments: create Islands before the optimizer's first step, and load its state "
+            "afterwards"
         )
     stepped = params_in(adam)
     held = params_in(found)
@@ -45,7 +54,8 @@ def find_adam(params: LocalParams, optimizers: Optimizers) -> tuple[Sequence[tor
         copies = params.copies(index)
         if any(param not in held for param in copies):
             raise ConfigError(
-                f"outer.moments: the optimizers do not hold all parameters that require gradients: {part.name!r} is in "
+                "outer.moments: the optimizers do not hold all parameters that require gradients: "
+                f"{part.name!r} is in "
                 "none; pass all optimizers"
             )
         if all(param in stepped for param in copies):
@@ -54,11 +64,18 @@ def find_adam(params: LocalParams, optimizers: Optimizers) -> tuple[Sequence[tor
 
 
 def params_in(optimizers: Sequence[torch.optim.Optimizer]) -> set[torch.Tensor]:
-    return {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    return {
+        param
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
 
 
 def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    """Return the optimizers without the containers and wrappers of trainers, accelerate and Fabric."""
+    """Return the optimizers without the containers and wrappers of trainers, accelerate and
+    Fabric.
+    """
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers or []
     return [inside for optimizer in given for inside in unpack(innermost(optimizer))]
 

@@ -25,11 +25,15 @@ MAX_NAMES_CHARS = 32_000
 YAML_CHARS = 5
 """Characters of an entry of a list in YAML besides its text."""
 Model = nn.Module | Sequence[nn.Module]
-"""The user's model, or the parts of it that a rank holds, such as the stages of an interleaved pipeline."""
+"""The user's model, or the parts of it that a rank holds, such as the stages of an interleaved
+pipeline.
+"""
 
 
 class RankParams(NamedTuple):
-    """Parameters of the parts that one rank holds, by name, in their order. A tied one has several copies."""
+    """Parameters of the parts that one rank holds, by name, in their order. A tied one has several
+    copies.
+    """
 
     trained: dict[str, list[Tensor]]
     """The tensors that islands average: fp32 parameters and masters."""
@@ -39,7 +43,8 @@ class RankParams(NamedTuple):
 
 
 def trained_params(model: Model, ranks: RankGroup | None = None) -> LocalParams:
-    """Return a view of the parameters that require gradients, with the names and shapes of all ranks.
+    """Return a view of the parameters that require gradients, with the names and shapes of all
+    ranks.
 
     Every rank must call it; without `ranks` this process is alone. Wrappers of DDP, torch.compile,
     recomputation and Fabric are removed from the names. Raises ConfigError on every rank if islands
@@ -60,8 +65,12 @@ def hold_params(
 
     `as_before`: with the names and the order of earlier versions, which kept the words of wrappers.
     """
-    found = on_every_rank(ranks, lambda: find_params(model, masters, keeps_masters=keeps_masters, as_before=as_before))
-    return LocalParams.of_tensors(gather_shapes(ranks, found, as_before=as_before), found.trained), found
+    found = on_every_rank(
+        ranks, lambda: find_params(model, masters, keeps_masters=keeps_masters, as_before=as_before)
+    )
+    return LocalParams.of_tensors(
+        gather_shapes(ranks, found, as_before=as_before), found.trained
+    ), found
 
 
 def parts_of(model: Model) -> list[nn.Module]:
@@ -70,15 +79,24 @@ def parts_of(model: Model) -> list[nn.Module]:
 
 
 def find_params(
-    model: Model, masters: Masters | None = None, *, keeps_masters: bool = False, as_before: bool = False
+    model: Model,
+    masters: Masters | None = None,
+    *,
+    keeps_masters: bool = False,
+    as_before: bool = False,
 ) -> RankParams:
     """Return this rank's parameters. Raises ConfigError if islands cannot average them.
 
-    `masters` are the loop's; with `keeps_masters` parameters of a half-precision dtype get new ones.
+    `masters` are the loop's; with `keeps_masters` parameters of a half-precision dtype get new
+    ones.
     """
     found = RankParams({}, set(), [])
     seen: set[int] = set()
-    by_name = {} if masters is None else {clean_name(name): master for name, master in masters.by_name.items()}
+    by_name = (
+        {}
+        if masters is None
+        else {clean_name(name): master for name, master in masters.by_name.items()}
+    )
     for part in parts_of(model):
         for full_name, param in part.named_parameters():
             name = full_name if as_before else clean_name(full_name)
@@ -92,7 +110,9 @@ def find_params(
             else:
                 found.frozen.add(name)
     if masters is not None:
-        Masters(by_name, masters.copy).check({clean_name(name): copies for name, copies in found.trained.items()})
+        Masters(by_name, masters.copy).check(
+            {clean_name(name): copies for name, copies in found.trained.items()}
+        )
     for name, copies in found.trained.items():
         if clean_name(name) in by_name:
             found.trained[name] = [by_name[clean_name(name)]]
@@ -103,42 +123,58 @@ def find_params(
 
 
 def add_copy(name: str, param: Tensor, copies: list[Tensor]) -> None:
-    """Add a parameter of another part. Raises ConfigError if it is not equal to the copies before."""
+    """Add a parameter of another part. Raises ConfigError if it is not equal to the copies
+    before.
+    """
     for other in copies[:1]:
         if not torch.equal(local_tensor(other), local_tensor(param)):
-            raise ConfigError(f"two parts of the model hold {name!r} with different shapes or values. {WHOLE_MODEL}")
+            raise ConfigError(
+                f"two parts of the model hold {name!r} with different shapes or values. "
+                f"{WHOLE_MODEL}"
+            )
     copies.append(param)
 
 
-def gather_shapes(ranks: RankGroup, found: RankParams, *, as_before: bool = False) -> dict[str, tuple[int, ...]]:
+def gather_shapes(
+    ranks: RankGroup, found: RankParams, *, as_before: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the island's parameters by name, in one order. Every rank must call it.
 
     Raises ConfigError on every rank if two ranks have one name for parameters of different shapes,
     or train and freeze it.
     """
     mine = {name: tuple(copies[0].shape) for name, copies in found.trained.items()}
-    by_rank: list[tuple[Mapping[str, tuple[int, ...]], set[str]]] = ranks.gather((mine, found.frozen))
+    by_rank: list[tuple[Mapping[str, tuple[int, ...]], set[str]]] = ranks.gather(
+        (mine, found.frozen)
+    )
     first: dict[str, tuple[int, tuple[int, ...]]] = {}
     for rank, (shapes, _) in enumerate(by_rank):
         for name, shape in shapes.items():
             other, expected = first.setdefault(name, (rank, shape))
             if shape != expected:
                 raise ConfigError(
-                    f"ranks {other} and {rank} of this island hold {name!r} with different shapes: {expected} and "
+                    f"ranks {other} and {rank} of this island hold {name!r} with different shapes: "
+                    f"{expected} and "
                     f"{shape}. {WHOLE_MODEL}"
                 )
     for rank, (_, frozen) in enumerate(by_rank):
         if both := sorted(frozen & first.keys()):
             other = first[both[0]][0]
             raise ConfigError(
-                f"{both[0]!r} requires a gradient on rank {other} of this island and none on rank {rank}; freeze the "
+                f"{both[0]!r} requires a gradient on rank {other} of this island and none on rank "
+                f"{rank}; freeze the "
                 "same parameters on every rank"
             )
     if not first:
-        raise ConfigError("no parameter of the model requires a gradient: there is nothing that islands could average")
+        raise ConfigError(
+            "no parameter of the model requires a gradient: there is nothing that islands could "
+            "average"
+        )
     orders = [list(shapes) for shapes, _ in by_rank]
     order = orders[0] if as_before else merge_orders(orders)
-    return {name: first[name][1] for name in order} | {name: shape for name, (_, shape) in first.items()}
+    return {name: first[name][1] for name in order} | {
+        name: shape for name, (_, shape) in first.items()
+    }
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -148,7 +184,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise ConfigError(
-                "the model is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters have lost names and "
+                "the model is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters "
+                "have lost names and "
                 "shapes; shard it with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
         if isinstance(model, DistributedDataParallel):
@@ -171,8 +208,10 @@ def check_param(name: str, param: Tensor, *, is_half: bool = False) -> None:
     elif param.dtype != torch.float32 and not is_half:
         problem = f"is {str(param.dtype).removeprefix('torch.')}"
         cure = (
-            "keep trained parameters in float32 and compute in bfloat16 by torch.autocast or FSDP's mixed precision, "
-            "give fp32 masters as params=diloco.Masters(...), or let Islands keep masters of bfloat16 and float16 by "
+            "keep trained parameters in float32 and compute in bfloat16 by torch.autocast or "
+            "FSDP's mixed precision, "
+            "give fp32 masters as params=diloco.Masters(...), or let Islands keep masters of "
+            "bfloat16 and float16 by "
             "island.masters=true"
         )
     elif param.numel() == 0:
@@ -180,13 +219,18 @@ def check_param(name: str, param: Tensor, *, is_half: bool = False) -> None:
         cure = "take it out of the model, or set requires_grad=False"
         if hasattr(param, "ds_shape") or param.ndim == 1:
             cure = (
-                "DeepSpeed's ZeRO-3 takes the values away like this: shard by fully_shard (FSDP2) instead, or " + cure
+                "DeepSpeed's ZeRO-3 takes the values away like this: shard by fully_shard (FSDP2) "
+                "instead, or " + cure
             )
-    elif isinstance(param, DTensor) and any(isinstance(place, Partial) for place in param.placements):
+    elif isinstance(param, DTensor) and any(
+        isinstance(place, Partial) for place in param.placements
+    ):
         problem = "is a DTensor of partial sums"
         cure = "redistribute it to Shard or Replicate"
     if problem:
-        raise ConfigError(f"the parameter {name!r} {problem}, and islands cannot average it; {cure}")
+        raise ConfigError(
+            f"the parameter {name!r} {problem}, and islands cannot average it; {cure}"
+        )
 
 
 def describe(specs: Sequence[ParamSpec]) -> str:
@@ -195,10 +239,16 @@ def describe(specs: Sequence[ParamSpec]) -> str:
     """
     text = json.dumps([(spec.name, spec.shape) for spec in specs])
     elements = sum(spec.matrix_shape[0] * spec.matrix_shape[1] for spec in specs)
-    line = f"{len(specs)} parameters with {elements:,} elements, sha256 of names and shapes {short_hash(text)}"
+    line = (
+        f"{len(specs)} parameters with {elements:,} elements, sha256 of names and shapes "
+        f"{short_hash(text)}"
+    )
     with_moments = [spec.name for spec in specs if spec.has_moments]
     if len(with_moments) < len(specs):
-        line += f"; {len(with_moments)} with moments, sha256 of names {short_hash(json.dumps(with_moments))}"
+        line += (
+            f"; {len(with_moments)} with moments, sha256 of names "
+            f"{short_hash(json.dumps(with_moments))}"
+        )
     return line
 
 
@@ -213,7 +263,9 @@ def list_names(specs: Sequence[ParamSpec]) -> tuple[str, ...]:
     room = MAX_NAMES_CHARS
     for spec in specs:
         text = f"{spec.name} {list(spec.shape)}"
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
+        shared = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
+        )
         entry = f"{shared}:{text[shared:]}"
         room -= len(entry) + YAML_CHARS
         if room < 0:

@@ -15,8 +15,10 @@ T = TypeVar("T")
 GROUP_SECONDS = 1800.0
 """Time limit of collectives among the ranks. Waits for other islands have their own deadlines."""
 WHOLE_MODEL = (
-    "Ranks may hold different parameters (stages of a pipeline), shards (FSDP2, tensor or expert parallel by DTensors) "
-    "or equal copies (DDP), under the names of the whole model: number the layers of a stage as in the whole model, "
+    "Ranks may hold different parameters (stages of a pipeline), shards (FSDP2, tensor or expert "
+    "parallel by DTensors) "
+    "or equal copies (DDP), under the names of the whole model: number the layers of a stage as in "
+    "the whole model, "
     "shard by DTensors, and begin from equal copies"
 )
 """Part of an error message about what the ranks of an island must hold."""
@@ -32,15 +34,19 @@ def find_ranks() -> RankGroup:
     if not (dist.is_available() and dist.is_initialized()):
         if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
-                f"WORLD_SIZE is {size} and torch.distributed is not initialised: all {size} ranks would become islands "
-                "of one name; call torch.distributed.init_process_group (or wrap the model) before Islands"
+                f"WORLD_SIZE is {size} and torch.distributed is not initialised: all {size} ranks "
+                "would become islands "
+                "of one name; call torch.distributed.init_process_group (or wrap the model) before "
+                "Islands"
             )
         return RankGroup()
     if dist.get_world_size() == 1:
         return RankGroup()
     timeout = timedelta(seconds=GROUP_SECONDS)
     group, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-    assert not isinstance(group, int) and not isinstance(background, int), "every rank is in the group of all ranks"
+    assert not isinstance(group, int) and not isinstance(background, int), (
+        "every rank is in the group of all ranks"
+    )
     return RankGroup(group, background)
 
 
@@ -66,10 +72,13 @@ def count_step(
 ) -> tuple[int, float | None]:
     """Return the tokens of a step over all ranks, and the loss of the first rank that gives one.
 
-    Every rank must call it. Raises ValueError if the tokens are invalid. `most` None: no upper limit.
+    Every rank must call it. Raises ValueError if the tokens are invalid. `most` None: no upper
+    limit.
     """
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
-        raise ValueError(f"tokens: got {tokens!r}; it is the number of tokens of the step's batches, as an int")
+        raise ValueError(
+            f"tokens: got {tokens!r}; it is the number of tokens of the step's batches, as an int"
+        )
     loss = loss.item() if isinstance(loss, torch.Tensor) else loss
     by_rank: list[tuple[int, float | None]] = ranks.gather((tokens, loss))
     total = sum(tokens for tokens, _ in by_rank)

@@ -19,7 +19,9 @@ class ParamsWatch:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._trained = {name: param for name, param in params_of(model).items() if param.requires_grad}
+        self._trained = {
+            name: param for name, param in params_of(model).items() if param.requires_grad
+        }
         self._kinds = {name: kind(param) for name, param in self._trained.items()}
 
     def require_same(self, ranks: RankGroup, number: int) -> None:
@@ -33,12 +35,15 @@ class ParamsWatch:
                 more = f"; and {len(changes) - NAMED} more" if len(changes) > NAMED else ""
                 where = f" on rank {rank}" if ranks.num_ranks > 1 else ""
                 raise ConfigError(
-                    f"round {number}: the model's parameters have changed since Islands was made{where}: "
+                    f"round {number}: the model's parameters have changed since Islands was "
+                    f"made{where}: "
                     f"{'; '.join(changes[:NAMED])}{more}. Islands averages the parameters that "
                     "required gradients then, and this island would drift apart. "
                     "Make Islands after the change, the same on every "
-                    "island: what is trained later requires gradients from the start and joins the optimizer later, "
-                    "and new values are copied into a parameter (copy_, load_state_dict without assign=True)"
+                    "island: what is trained later requires gradients from the start and joins the "
+                    "optimizer later, "
+                    "and new values are copied into a parameter (copy_, load_state_dict without "
+                    "assign=True)"
                 )
 
     def changes(self) -> list[str]:
@@ -65,7 +70,8 @@ def params_of(model: Model) -> dict[str, Tensor]:
     for number, part in enumerate(parts_of(model)):
         for module in part.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # After an evaluation the module may still hold gathered parameters.
+                # After an evaluation the module may still hold gathered parameters.
+                module.reshard()
         for full_name, param in part.named_parameters():
             name = clean_name(full_name)
             # Two parts may have copies of one parameter.

@@ -40,7 +40,8 @@ class Allocation:
 def best_for_compute(flops: float) -> Allocation:
     """Return the size and tokens with the least loss for a compute budget (2203.15556, equation 4).
 
-    N = G (C / 6)^(BETA / (ALPHA + BETA)) with G = (ALPHA A / (BETA B))^(1 / (ALPHA + BETA)), and D = C / (6 N).
+    N = G (C / 6)^(BETA / (ALPHA + BETA)) with G = (ALPHA A / (BETA B))^(1 / (ALPHA + BETA)), and D
+    = C / (6 N).
     """
     scale = (ALPHA * A / (BETA * B)) ** (1 / (ALPHA + BETA))
     params = scale * (flops / FLOPS_PER_PARAM_AND_TOKEN) ** (BETA / (ALPHA + BETA))

@@ -1,11 +1,17 @@
-"""The scaling laws of DiLoCo (2503.09799): batch, inner learning rate and loss for a model's size and islands.
+"""The scaling laws of DiLoCo (2503.09799): batch, inner learning rate and loss for a model's size
+and islands.
 
 The laws are fits of AdamW on C4 at 20 tokens per parameter, with 30 inner steps and an outer
 Nesterov momentum of 0.9. N counts parameters, losses are in nats per token.
 """
 
 DATA_PARALLEL_LOSS = (18.129, -0.0953)
-ISLANDS_LOSS = {1: (18.363, -0.0961), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
+ISLANDS_LOSS = {
+    1: (18.363, -0.0961),
+    2: (18.768, -0.0969),
+    4: (19.762, -0.0992),
+    8: (21.051, -0.1018),
+}
 """(a, b) of L = a N^b, by the number of islands M. Each M has a fit of its own."""
 JOINT_LOSS = (19.226, -0.0985, 0.0116)
 """(a, b, c) of the joint fit L = a N^b M^c over all M."""
@@ -41,14 +47,20 @@ def best_lr(params: float, islands: int | None) -> float:
     """Return the best peak learning rate of the inner AdamW; for data-parallel training if
     `islands` is None.
     """
-    return _power(DATA_PARALLEL_LR, params) if islands is None else _power(JOINT_LR, params, islands)
+    return (
+        _power(DATA_PARALLEL_LR, params) if islands is None else _power(JOINT_LR, params, islands)
+    )
 
 
 def best_batch(params: float, islands: int | None) -> float:
     """Return the best tokens per step of all islands together; for data-parallel training if
     `islands` is None.
     """
-    return _power(DATA_PARALLEL_BATCH, params) if islands is None else _power(JOINT_BATCH, params, islands)
+    return (
+        _power(DATA_PARALLEL_BATCH, params)
+        if islands is None
+        else _power(JOINT_BATCH, params, islands)
+    )
 
 
 def is_extrapolated(params: float) -> bool:

@@ -67,18 +67,30 @@ def _budget_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
     fleet = question.fleet
     chinchilla = "Chinchilla (2203.15556)"
     ratio = f"{run.tokens / run.params:.3g} tokens per parameter"
-    yield "this run", f"{_allocation(run)}, {ratio}: {question.flops:.3g} FLOP", "the model's own formula"
+    yield (
+        "this run",
+        f"{_allocation(run)}, {ratio}: {question.flops:.3g} FLOP",
+        "the model's own formula",
+    )
     seconds = question.flops / fleet.flops_per_second
     speed = f"{fleet.mfu:.0%} of the peak, {fleet.utilisation:.0%} of the time"
     yield "takes", f"{_hours(seconds / 3600)} on {fleet.gpus} GPUs", f"{speed} computing"
     if fleet.watts is not None:
         kwh = fleet.gpus * fleet.watts * seconds / 3.6e6
         yield "energy", f"{kwh:.3g} kWh", f"{fleet.watts:g} W per GPU, all the time"
-    yield "overhead", f"{100 * overhead(run):.3g} % more compute than the best size for this loss", chinchilla
+    yield (
+        "overhead",
+        f"{100 * overhead(run):.3g} % more compute than the best size for this loss",
+        chinchilla,
+    )
     budget = run.flops if question.hours is None else 3600 * question.hours * fleet.flops_per_second
     what = "best with its FLOP" if question.hours is None else f"best in {_hours(question.hours)}"
     best = best_for_compute(budget)
-    yield what, f"{_allocation(best)}; this size has {run.params / best.params:.2g} of its parameters", chinchilla
+    yield (
+        what,
+        f"{_allocation(best)}; this size has {run.params / best.params:.2g} of its parameters",
+        chinchilla,
+    )
 
 
 def _island_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
@@ -87,18 +99,45 @@ def _island_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
     params = question.run.params
     law = "2503.09799" + (", extrapolated" if is_extrapolated(params) else "")
     batch = config.optimizer.tokens_per_step * islands
-    yield "batch of all", f"{human_count(best_batch(params, islands))} tokens; here {human_count(batch)}", law
+    yield (
+        "batch of all",
+        f"{human_count(best_batch(params, islands))} tokens; here {human_count(batch)}",
+        law,
+    )
     yield "", f"{human_count(best_batch(params, None))} tokens for data-parallel training", law
-    yield "inner lr", f"{best_lr(params, islands):.2g} with that batch; here {config.optimizer.lr:g}", law
+    yield (
+        "inner lr",
+        f"{best_lr(params, islands):.2g} with that batch; here {config.optimizer.lr:g}",
+        law,
+    )
     yield "", f"{best_lr(params, None):.2g} for data-parallel training", law
     outer = config.outer.optimizer
     advice = "grows with islands and inner steps, not with the size"
-    yield "outer lr", f"{advice}; here {outer.lr:g}, momentum {outer.momentum:g}", "2503.09799, as words"
-    yield "loss", f"{_signed(loss_gap(params, islands))} to data-parallel training, at 20 tokens per parameter", law
-    checked = ", ".join(f"{_signed(ours / theirs - 1)} at {size}" for size, (theirs, ours) in CHECKED.items())
+    yield (
+        "outer lr",
+        f"{advice}; here {outer.lr:g}, momentum {outer.momentum:g}",
+        "2503.09799, as words",
+    )
+    yield (
+        "loss",
+        f"{_signed(loss_gap(params, islands))} to data-parallel training, at 20 tokens per "
+        "parameter",
+        law,
+    )
+    checked = ", ".join(
+        f"{_signed(ours / theirs - 1)} at {size}" for size, (theirs, ours) in CHECKED.items()
+    )
     yield "", f"{checked}, measured with four islands", "2503.09799"
-    yield "", f"{_by_rounds(MEASURED_GAPS)} rounds; here {config.outer.rounds}", "docs/results.md, 249k, 4 islands"
-    yield "", f"{_by_rounds(SHORT_MEMORY_GAPS)} with outer lr 1, momentum 0.6", "docs/results.md, 249k, 4 islands"
+    yield (
+        "",
+        f"{_by_rounds(MEASURED_GAPS)} rounds; here {config.outer.rounds}",
+        "docs/results.md, 249k, 4 islands",
+    )
+    yield (
+        "",
+        f"{_by_rounds(SHORT_MEMORY_GAPS)} with outer lr 1, momentum 0.6",
+        "docs/results.md, 249k, 4 islands",
+    )
     sizes = ", ".join(f"{_signed(gap)} at {size}" for size, gap in GAPS_BY_SIZE.items())
     yield "", f"{sizes}, steps of 1024 tokens", "docs/results.md, 4 islands"
 

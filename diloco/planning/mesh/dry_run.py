@@ -53,12 +53,17 @@ class RankReport:
     @property
     def differences(self) -> list[str]:
         """One line for each kind of traffic that was not planned, or that differs from its plan."""
-        planned = {(row.axis, row.op): row for row in merge_axes(self.planned_traffic, self.degrees)}
+        planned = {
+            (row.axis, row.op): row for row in merge_axes(self.planned_traffic, self.degrees)
+        }
         done = {(row.axis, row.op): row for row in merge_axes(self.traffic, self.degrees)}
         lines = []
         for key in sorted(planned.keys() | done.keys()):
             if (here := done.get(key)) != (there := planned.get(key)):
-                lines.append(f"rank {self.done.rank}, {' '.join(key)}: {_amount(here)}; planned: {_amount(there)}")
+                lines.append(
+                    f"rank {self.done.rank}, {' '.join(key)}: {_amount(here)}; planned: "
+                    f"{_amount(there)}"
+                )
         return lines
 
 
@@ -72,25 +77,40 @@ def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: 
     num_ranks = plan.work.degrees.num_ranks
     reports: list[RankReport] = []
     ranks = sorted({0, num_ranks // 2, num_ranks - 1})
-    with life_signs(f"dry run of ranks {', '.join(map(str, ranks))}", lambda: len(reports) / len(ranks)):
+    with life_signs(
+        f"dry run of ranks {', '.join(map(str, ranks))}", lambda: len(reports) / len(ranks)
+    ):
         for rank in ranks:
             reports.append(_report(run, island, plan, rank))
     seconds = human_seconds(max(report.done.seconds for report in reports))
-    print_section(console, f"Dry run of a step on a device that computes nothing ({seconds} per rank)", _table(reports))
+    print_section(
+        console,
+        f"Dry run of a step on a device that computes nothing ({seconds} per rank)",
+        _table(reports),
+    )
     notes = [line for report in reports for line in report.differences]
     if (experts := plan.work.sizes.experts) is not None:
         notes.append(
-            f"tokens go to the experts evenly: {experts.per_token} rows per token, of which each of {experts.number} "
+            f"tokens go to the experts evenly: {experts.per_token} rows per token, of which each "
+            f"of {experts.number} "
             "experts computes as many, and ranks of ep send each other equally many"
         )
     if island.parallel.compile is not False and plan.device_type == "cuda":
         notes.append("torch.compile is left out of a dry run")
     if notes:
         print_text(console, "\n".join(notes))
-    print_section(console, "Where host and device wait for each other in a step of rank 0", _crossings(reports[0].done))
-    misplaced = [f"rank {report.done.rank}: {what}" for report in reports for what in report.done.misplaced]
+    print_section(
+        console,
+        "Where host and device wait for each other in a step of rank 0",
+        _crossings(reports[0].done),
+    )
+    misplaced = [
+        f"rank {report.done.rank}: {what}" for report in reports for what in report.done.misplaced
+    ]
     if misplaced:
-        print_text(console, "\n".join(["data sent from the wrong device:", *misplaced]), style="bold red")
+        print_text(
+            console, "\n".join(["data sent from the wrong device:", *misplaced]), style="bold red"
+        )
     return not misplaced
 
 
@@ -108,7 +128,9 @@ def _report(run: RunConfig, island: IslandConfig, plan: StepPlan, rank: int) -> 
     )
     done = rehearse_apart(case)
     pp_rank = done.coordinates["pp"]
-    return RankReport(done, plan.memory[pp_rank].peak, expected_traffic(plan.work, pp_rank), plan.work.degrees)
+    return RankReport(
+        done, plan.memory[pp_rank].peak, expected_traffic(plan.work, pp_rank), plan.work.degrees
+    )
 
 
 def rehearse_apart(case: Rehearsal) -> RehearsalResult:
@@ -118,9 +140,13 @@ def rehearse_apart(case: Rehearsal) -> RehearsalResult:
     command = [sys.executable, "-m", "inner.dry_run"]
     body = TypeAdapter(Rehearsal).dump_json(case)
     try:
-        ended = subprocess.run(command, input=body, capture_output=True, timeout=LIMIT_SECONDS, check=False)
+        ended = subprocess.run(
+            command, input=body, capture_output=True, timeout=LIMIT_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"--dry-run: rank {case.rank} did not finish a step within {LIMIT_SECONDS:g} s") from None
+        raise ConfigError(
+            f"--dry-run: rank {case.rank} did not finish a step within {LIMIT_SECONDS:g} s"
+        ) from None
     if ended.returncode:
         said = ended.stderr.decode(errors="replace").strip()
         raise ConfigError(f"--dry-run: the rehearsal of rank {case.rank} failed: {said[-2000:]}")
@@ -128,7 +154,9 @@ def rehearse_apart(case: Rehearsal) -> RehearsalResult:
 
 
 def _table(reports: list[RankReport]) -> Table:
-    table = plain_table(("rank", "place"), ("parameters", "peak", "estimate", "", "sent", "as planned"))
+    table = plain_table(
+        ("rank", "place"), ("parameters", "peak", "estimate", "", "sent", "as planned")
+    )
     for report in reports:
         done = report.done
         rows = report.traffic

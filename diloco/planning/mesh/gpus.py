@@ -46,15 +46,38 @@ GPUS = {
         "NVIDIA A100 40GB SXM data sheet; NVLink 3",
         ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
     ),
-    "h100": Gpu(989e12, 80e9, 3350e9, 450e9, "NVIDIA H100 SXM data sheet; NVLink 4", ("NVIDIA H100 80GB HBM3",)),
-    "h200": Gpu(989e12, 141e9, 4800e9, 450e9, "NVIDIA H200 SXM data sheet; NVLink 4", ("NVIDIA H200",)),
-    "b200": Gpu(2250e12, 180e9, 8000e9, 900e9, "NVIDIA HGX B200 data sheet; NVLink 5", ("NVIDIA B200",)),
-    "l40s": Gpu(362e12, 48e9, 864e9, 32e9, "NVIDIA L40S data sheet; PCIe 4.0 x16", ("NVIDIA L40S",)),
+    "h100": Gpu(
+        989e12,
+        80e9,
+        3350e9,
+        450e9,
+        "NVIDIA H100 SXM data sheet; NVLink 4",
+        ("NVIDIA H100 80GB HBM3",),
+    ),
+    "h200": Gpu(
+        989e12, 141e9, 4800e9, 450e9, "NVIDIA H200 SXM data sheet; NVLink 4", ("NVIDIA H200",)
+    ),
+    "b200": Gpu(
+        2250e12, 180e9, 8000e9, 900e9, "NVIDIA HGX B200 data sheet; NVLink 5", ("NVIDIA B200",)
+    ),
+    "l40s": Gpu(
+        362e12, 48e9, 864e9, 32e9, "NVIDIA L40S data sheet; PCIe 4.0 x16", ("NVIDIA L40S",)
+    ),
     "rtx4090": Gpu(
-        165e12, 24e9, 1008e9, 32e9, "NVIDIA Ada architecture white paper; PCIe 4.0 x16", ("NVIDIA GeForce RTX 4090",)
+        165e12,
+        24e9,
+        1008e9,
+        32e9,
+        "NVIDIA Ada architecture white paper; PCIe 4.0 x16",
+        ("NVIDIA GeForce RTX 4090",),
     ),
     "rtx3090": Gpu(
-        71e12, 24e9, 936e9, 32e9, "NVIDIA GA102 architecture white paper; PCIe 4.0 x16", ("NVIDIA GeForce RTX 3090",)
+        71e12,
+        24e9,
+        936e9,
+        32e9,
+        "NVIDIA GA102 architecture white paper; PCIe 4.0 x16",
+        ("NVIDIA GeForce RTX 3090",),
     ),
     "mi300x": Gpu(
         1307e12,

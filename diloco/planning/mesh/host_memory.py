@@ -68,20 +68,26 @@ def estimate_host_memory(
     trained = (FP32_BYTES + min(kept.block_matrix, kept.other)) * num_held
     outer = memory_bytes(run.outer, tuple(specs), num_islands, degrees.num_ranks)
     certain = {"python and torch": float(PROCESS_BYTES)}
-    certain |= {purpose: outer.pop(purpose) for purpose in _certain_purposes(run) if purpose in outer}
+    certain |= {
+        purpose: outer.pop(purpose) for purpose in _certain_purposes(run) if purpose in outer
+    }
     on_cpu = device_type == "cpu"
     if on_cpu:
         certain["params and optimizer"] = trained
     if island.checkpoint.every_rounds is not None:
         # Every island saves after its first commit. Gradients may be freed by then, so they are not
         # added.
-        certain["a checkpoint that is written"] = trained + sum(certain.get(purpose, 0.0) for purpose in STATE)
+        certain["a checkpoint that is written"] = trained + sum(
+            certain.get(purpose, 0.0) for purpose in STATE
+        )
     elif on_cpu:
         certain["gradients"] = FP32_BYTES * num_held
     possible = {"other libraries": float(OTHER_PROCESS_BYTES[device_type])} | outer
     if on_cpu and inner_step:
         counted = trained + certain.get("gradients", 0.0)
-        possible["the rest of an inner step"] = max(0.0, max(each.peak for each in inner_step) - counted)
+        possible["the rest of an inner step"] = max(
+            0.0, max(each.peak for each in inner_step) - counted
+        )
     moved = run.outer, tuple(specs), num_islands, degrees.num_ranks
     moving = moving_bytes(*moved, is_copied=not on_cpu)
     possible["slices and parts on their way"] = moving
@@ -89,7 +95,9 @@ def estimate_host_memory(
         # Copies from a GPU need page-locked memory. torch allocates it in powers of two and does
         # not give it back.
         saved = trained if island.checkpoint.every_rounds is not None else 0.0
-        possible["page-locked memory rounded up"] = saved + moving - moving_bytes(*moved, is_copied=False)
+        possible["page-locked memory rounded up"] = (
+            saved + moving - moving_bytes(*moved, is_copied=False)
+        )
     return HostMemory(certain, possible)
 
 

@@ -1,6 +1,8 @@
-"""`diloco mesh`: show where an island's ranks are on its mesh, what they send, and the memory they need.
+"""`diloco mesh`: show where an island's ranks are on its mesh, what they send, and the memory they
+need.
 
-It starts no process and no process group; torch is imported only to read the order of a pipeline's schedule.
+It starts no process and no process group; torch is imported only to read the order of a pipeline's
+schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,17 +69,31 @@ def show_mesh(
     print_text(console, _title(config, index), style="bold")
     print_text(console, header(config.run, plan))
     if config.for_island(index).auto:
-        which = "the first candidate that fits" if limit is not None else "the first candidate, without a memory limit"
-        print_text(console, f"auto   {which}, recompute {island.parallel.recompute}; the island will measure its speed")
+        which = (
+            "the first candidate that fits"
+            if limit is not None
+            else "the first candidate, without a memory limit"
+        )
+        print_text(
+            console,
+            f"auto   {which}, recompute {island.parallel.recompute}; the island will measure its "
+            "speed",
+        )
     print_ranks(plan, console)
     print_memory(island, plan, console)
     if config.stages:
         print_stages(config.run, island, console)
     if hardware is not None:
-        title = f"Seconds of a step on {hardware.gpu_name} (by data sheets; each term alone, the terms overlap)"
+        title = (
+            f"Seconds of a step on {hardware.gpu_name} (by data sheets; each term alone, the "
+            "terms overlap)"
+        )
         print_section(console, title, seconds_table(plan.work, plan.tokens_per_step, hardware))
         mfu = roofline_mfu(plan.work, plan.optimizer, hardware.gpu)
-        title = f"Roofline of a step on {hardware.gpu_name}: MFU {mfu:.0%} at best (by data sheets, of a mean rank)"
+        title = (
+            f"Roofline of a step on {hardware.gpu_name}: MFU {mfu:.0%} at best (by data "
+            "sheets, of a mean rank)"
+        )
         print_section(console, title, roofline_table(plan.work, plan.optimizer, hardware.gpu))
     console.print()
     print_text(console, host_line(config, island, plan))
@@ -97,7 +113,9 @@ def print_ranks(plan: StepPlan, console: Console) -> None:
         print_section(console, name, "\n".join(lines))
     if degrees.num_ranks > 1:
         which = "" if degrees.pp == 1 else " (the pp rank that sends most)"
-        print_section(console, f"What a rank sends in a step{which}", traffic_table(plan.work, width))
+        print_section(
+            console, f"What a rank sends in a step{which}", traffic_table(plan.work, width)
+        )
     if degrees.pp > 1:
         print_section(console, *pipeline(plan, width))
 
@@ -140,11 +158,14 @@ def header(run: RunConfig, plan: StepPlan) -> str:
         *_depths_lines(sizes),
         f"ranks  {degrees.num_ranks} = {mesh}",
         *_sparse_lines(work),
-        f"step   {plan.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x micro-batches "
+        f"step   {plan.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x "
+        "micro-batches "
         f"{work.num_micro_batches} x sequences {work.micro_batch} x length {work.seq_len}",
     ]
     if plan.is_vocabulary_assumed:
-        lines.append(f"       (vocabulary assumed, {run.data.tokenizer!r} is not here: set model.vocab_size)")
+        lines.append(
+            f"       (vocabulary assumed, {run.data.tokenizer!r} is not here: set model.vocab_size)"
+        )
     return "\n".join(lines)
 
 
@@ -158,7 +179,10 @@ def _heads(sizes: ModelSizes) -> str:
     latent = sizes.latent
     if latent is None:
         return f"{sizes.num_heads} heads ({sizes.num_kv_heads} kv)"
-    return f"{sizes.num_heads} heads (keys of {latent.qk_dim}, values of {latent.value_dim}, from {latent.kv_rank})"
+    return (
+        f"{sizes.num_heads} heads (keys of {latent.qk_dim}, values of {latent.value_dim}, from "
+        f"{latent.kv_rank})"
+    )
 
 
 def _experts_lines(work: Workload) -> list[str]:
@@ -171,19 +195,24 @@ def _experts_lines(work: Workload) -> list[str]:
     layers = len(sizes.expert_layers)
     flops = flops_per_token(sizes, work.seq_len).total
     return [
-        f"       {layers} layers have {experts.number} experts of width {experts.dim}; a token uses "
+        f"       {layers} layers have {experts.number} experts of width {experts.dim}; a token "
+        "uses "
         f"{experts.per_token} of them{shared}",
-        f"       {flops / 1e9:.3g} GFLOP per token, forward and backward, of the weights that it uses",
+        f"       {flops / 1e9:.3g} GFLOP per token, forward and backward, of the weights that it "
+        "uses",
     ]
 
 
 def _sparse_lines(work: Workload) -> list[str]:
-    """Return lines about how experts are spread over the ranks, if that is in a way of their own."""
+    """Return lines about how experts are spread over the ranks, if that is in a way of their
+    own.
+    """
     if not work.has_sparse_mesh:
         return []
     degrees = work.degrees
     return [
-        f"       for experts edp {degrees.edp} x ep {degrees.ep}: a rank computes with {work.num_held_experts} experts "
+        f"       for experts edp {degrees.edp} x ep {degrees.ep}: a rank computes with "
+        f"{work.num_held_experts} experts "
         f"of a layer, on {work.num_rows:,} rows of a micro-batch if each expert gets equally many",
     ]
 
@@ -192,11 +221,15 @@ def _depths_lines(sizes: ModelSizes) -> list[str]:
     """Return lines about extra depths of multi-token prediction, and how they are estimated."""
     if sizes.predict is None:
         return []
-    of_depths = num_elements(param_specs(sizes)) - num_elements(param_specs(replace(sizes, predict=None)))
+    of_depths = num_elements(param_specs(sizes)) - num_elements(
+        param_specs(replace(sizes, predict=None))
+    )
     return [
-        f"       {sizes.num_depths} extra depths predict further tokens in training, with {human_count(of_depths)} of "
+        f"       {sizes.num_depths} extra depths predict further tokens in training, with "
+        f"{human_count(of_depths)} of "
         "the parameters, on the last stage",
-        "       (the estimate of memory counts each of them as a further layer with a loss of its own)",
+        "       (the estimate of memory counts each of them as a further layer with a loss of its "
+        "own)",
     ]
 
 
@@ -220,11 +253,14 @@ def pipeline(plan: StepPlan, width: int) -> tuple[str, str]:
     schedule = work.parallel.schedule
     pp = work.degrees.pp
     name = (
-        f"Pipeline: {schedule}, {len(work.stages)} stages on {pp} ranks; bubble {100 * simulation.bubble:.3g} %, "
+        f"Pipeline: {schedule}, {len(work.stages)} stages on {pp} ranks; bubble "
+        f"{100 * simulation.bubble:.3g} %, "
         "if backward = 2 x forward"
     )
     *lanes, legend = draw(simulation, width).splitlines()
-    shown_lanes = [("..." if lane is None else lanes[lane]) for lane in select_shown(pp, MAX_DRAWN_RANKS)]
+    shown_lanes = [
+        ("..." if lane is None else lanes[lane]) for lane in select_shown(pp, MAX_DRAWN_RANKS)
+    ]
     # With ZeRO-3 no weights stay gathered after their use, and whole weights are never gathered.
     stays_gathered = not work.frees_after_forward and not work.has_whole_weights
     is_noted = stays_gathered and schedule not in ONE_STAGE_PER_RANK
@@ -236,7 +272,8 @@ def _gathered_note(stages_per_rank: int) -> str:
     """Explain what torch's runtime does with the weights of several stages on a rank."""
     if stages_per_rank <= MANAGED_STAGES:
         return (
-            f"The weights of a rank's {stages_per_rank} stages stay gathered from first to last use "
+            f"The weights of a rank's {stages_per_rank} stages stay gathered from first to last "
+            "use "
             f"(torch keeps the next {MANAGED_STAGES})."
         )
     return (
@@ -253,7 +290,9 @@ def host_line(config: Config, island: IslandConfig, plan: StepPlan) -> str:
 
     num_islands = max(len(config.islands), config.outer.start_islands)
     specs = param_specs(plan.work.sizes)
-    host = estimate_host_memory(config.run, island, plan.device_type, specs, num_islands, plan.memory)
+    host = estimate_host_memory(
+        config.run, island, plan.device_type, specs, num_islands, plan.memory
+    )
     return (
         f"host memory of a rank, with the outer loop: at least {human_bytes(host.least)}, and "
         f"{human_bytes(host.estimate)} if all is needed at once; `diloco plan` shows each purpose"
@@ -267,7 +306,9 @@ def memory_table(plan: StepPlan, width: int) -> Table:
     rows = memory_rows(plan)
     label_width = max(len(label) for label, _ in rows)
     cell_width = max(len(cell) for _, cells in rows for cell in cells)
-    columns = select_shown(plan.work.degrees.pp, max(3, (width - label_width - GUTTER) // (cell_width + GUTTER)))
+    columns = select_shown(
+        plan.work.degrees.pp, max(3, (width - label_width - GUTTER) // (cell_width + GUTTER))
+    )
     heads = ["..." if column is None else f"pp {column}" for column in columns]
     if len(heads) == 1:
         heads = ["any rank"]
@@ -284,9 +325,14 @@ def memory_rows(plan: StepPlan) -> list[tuple[str, list[str]]]:
     rows = [("layers", [_layers(work.stages_at(pp_rank)) for pp_rank in range(work.degrees.pp)])]
     if work.degrees.pp > 1:
         rows.append(("live micro-batches", [str(live) for live in plan.simulation.peak_live]))
-    rows += [(name, [human_bytes(getattr(each, field)) for each in memory]) for field, name in MEMORY_ROWS.items()]
+    rows += [
+        (name, [human_bytes(getattr(each, field)) for each in memory])
+        for field, name in MEMORY_ROWS.items()
+    ]
     if work.sizes.experts is not None and work.degrees.ep > 1:
-        rows.append(("peak if all rows arrive", [human_bytes(each.peak) for each in plan.worst_memory]))
+        rows.append(
+            ("peak if all rows arrive", [human_bytes(each.peak) for each in plan.worst_memory])
+        )
     return rows
 
 
@@ -296,6 +342,10 @@ def _layers(stages: Sequence[Stage]) -> str:
     """
     texts = []
     for stage in stages:
-        layers = f"{stage.layers[0]}-{stage.layers[-1]}" if len(stage.layers) > 1 else str(stage.layers[0])
+        layers = (
+            f"{stage.layers[0]}-{stage.layers[-1]}"
+            if len(stage.layers) > 1
+            else str(stage.layers[0])
+        )
         texts.append("embed " * stage.is_first + layers + " head" * stage.is_last)
     return ", ".join(texts)

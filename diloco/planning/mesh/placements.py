@@ -40,10 +40,17 @@ def show_placements(_: RunConfig, island: IslandConfig, plan: StepPlan, console:
     width = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
     Console(file=console.file, width=max(width, console.width)).print(table)
     dims = "rows, columns" if work.sizes.experts is None else "rows, columns, experts"
-    cuts = f" {dims}: each rank of the axis holds a block; whole: each rank holds all." if placed[0].cuts else ""
+    cuts = (
+        f" {dims}: each rank of the axis holds a block; whole: each rank holds all."
+        if placed[0].cuts
+        else ""
+    )
     if work.has_sparse_mesh:
         cuts += " -: the axis is one of experts alone, or of all other weights."
-    print_text(console, f"Gradients, once they are reduced, and moments are placed like their parameters.{cuts}")
+    print_text(
+        console,
+        f"Gradients, once they are reduced, and moments are placed like their parameters.{cuts}",
+    )
     return True
 
 
@@ -68,7 +75,9 @@ def _lie(placed: Sequence[PlacedParam]) -> Table:
         )
     for pp in sorted({each.pp for each in placed}):
         held = sum(each.num_bytes for each in placed if each.pp == pp)
-        table.add_row("all", "", "", str(pp), *("" for _ in placed[0].cuts), "", "", human_bytes(held))
+        table.add_row(
+            "all", "", "", str(pp), *("" for _ in placed[0].cuts), "", "", human_bytes(held)
+        )
     return table
 
 

@@ -24,7 +24,9 @@ def rank_groups(degrees: Degrees, *axes: str) -> list[list[int]]:
     of_experts = "edp" in axes or "ep" in axes
     for rank in range(degrees.num_ranks):
         coordinates = degrees.coordinates(rank, SPARSE_AXES if of_experts else AXES)
-        by_other_axes.setdefault(tuple(at for axis, at in coordinates.items() if axis not in axes), []).append(rank)
+        by_other_axes.setdefault(
+            tuple(at for axis, at in coordinates.items() if axis not in axes), []
+        ).append(rank)
     return list(by_other_axes.values())
 
 
@@ -80,8 +82,8 @@ def grids(degrees: Degrees, width: int) -> list[str]:
     """Return the lines of text grids of the ranks. Slow axes run down and across; a cell holds
     tensor-parallel ranks.
 
-    Every rank is in one cell of the first grid. On large meshes its cells are blocks of the same shape, and a second
-    grid shows the first block.
+    Every rank is in one cell of the first grid. On large meshes its cells are blocks of the same
+    shape, and a second grid shows the first block.
     """
     return _grids(View(degrees, AXES, "Ranks"), width)
 
@@ -98,7 +100,9 @@ def _grids(view: View, width: int) -> list[str]:
         return _grid(view, split, width, view.title, MAX_ROWS)
     return [
         *_grid(view, split[:2], width, "Blocks of ranks", MAX_BLOCK_ROWS),
-        *_grid(view, split[2:], width, "The first block; the other blocks look alike", MAX_BLOCK_ROWS),
+        *_grid(
+            view, split[2:], width, "The first block; the other blocks look alike", MAX_BLOCK_ROWS
+        ),
     ]
 
 
@@ -118,7 +122,9 @@ def _grid(view: View, axes: list[str], width: int, title: str, most: int) -> lis
     columns = select_shown(num_columns, max(3, (width - len(labels[0])) // (cell_width + 2)))
     rows = [["..." if column is None else str(column) for column in columns]] if across else []
     rows += [[_cell(view, axes, place, column, size) for column in columns] for place in places]
-    inside = " x ".join(axis for axis in view.axes if view.stride(axis) < size and view.size(axis) > 1)
+    inside = " x ".join(
+        axis for axis in view.axes if view.stride(axis) < size and view.size(axis) > 1
+    )
     lines = [
         label + "".join(f"  {cell:>{cell_width}}" for cell in row)
         for label, row in zip(labels if across else labels[1:], rows, strict=True)
@@ -126,7 +132,9 @@ def _grid(view: View, axes: list[str], width: int, title: str, most: int) -> lis
     return [f"{title}, {inside} in a cell" if inside else title, *lines]
 
 
-def _cell(view: View, axes: list[str], place: MeshCoordinates | None, column: int | None, size: int) -> str:
+def _cell(
+    view: View, axes: list[str], place: MeshCoordinates | None, column: int | None, size: int
+) -> str:
     """Return the text of one cell, which holds `size` consecutive ranks."""
     if place is None or column is None:
         return "..."
@@ -138,14 +146,21 @@ def _labels(down: list[str], across: list[str], places: list[MeshCoordinates | N
     """Return the labels of the header and of each row, padded to one length. A coordinate is shown
     where it changes.
     """
-    widths = [max(len(f"{axis} {place[index]}") for place in places if place) for index, axis in enumerate(down)]
+    widths = [
+        max(len(f"{axis} {place[index]}") for place in places if place)
+        for index, axis in enumerate(down)
+    ]
     labels = []
     before: MeshCoordinates | None = None
     for place in places:
         parts = []
         for index, axis in enumerate(down):
-            is_new = place is not None and (before is None or place[: index + 1] != before[: index + 1])
-            parts.append((f"{axis} {place[index]}" if place and is_new else "").ljust(widths[index]))
+            is_new = place is not None and (
+                before is None or place[: index + 1] != before[: index + 1]
+            )
+            parts.append(
+                (f"{axis} {place[index]}" if place and is_new else "").ljust(widths[index])
+            )
         labels.append("  ".join(["", *parts]))
         before = place
     heads = "  " + "".join(across)

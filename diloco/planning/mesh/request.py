@@ -27,7 +27,8 @@ def find_requested_hardware(request: MeshRequest) -> Hardware | None:
     if request.gpu is None:
         if request.fabric is not None:
             raise ConfigError(
-                "--fabric needs --gpu: it sets how fast the links between nodes of these GPUs are; give --gpu, too"
+                "--fabric needs --gpu: it sets how fast the links between nodes of these GPUs are; "
+                "give --gpu, too"
             )
         return None
     return find_hardware(request.gpu, request.fabric)
@@ -43,11 +44,14 @@ def find_limit(request: MeshRequest, hardware: Hardware | None) -> int | None:
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """Parse `80GB`, `79.6 GiB` or `500 MB` into bytes. Raises ConfigError, which names the option."""
+    """Parse `80GB`, `79.6 GiB` or `500 MB` into bytes. Raises ConfigError, which names the
+    option.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2].upper() not in UNITS:
         raise ConfigError(
-            f"{option}: got {text!r}; allowed: a number with a unit, B kB MB GB TB (powers of 1000) or "
+            f"{option}: got {text!r}; allowed: a number with a unit, B kB MB GB TB (powers of "
+            "1000) or "
             "KiB MiB GiB TiB (of 1024), for example 80GB"
         )
     return int(float(match[1]) * UNITS[match[2].upper()])

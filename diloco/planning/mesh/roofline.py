@@ -1,9 +1,11 @@
-"""The roofline of an inner step on a GPU: the shortest possible time of each kind of work, for `diloco mesh --gpu`.
+"""The roofline of an inner step on a GPU: the shortest possible time of each kind of work, for
+`diloco mesh --gpu`.
 
-The roofline (Williams et al., 2009) bounds the speed of each kind of work. A kind of work takes at least its operations
-divided by the GPU's rate of operations, and at least its bytes divided by the rate of the GPU's memory. The larger time
-is its bound. Only bytes that must be moved are counted: inputs are read and results are written, but values that stay
-within a kernel do not count. This module does not import torch.
+The roofline (Williams et al., 2009) bounds the speed of each kind of work. A kind of work takes at
+least its operations divided by the GPU's rate of operations, and at least its bytes divided by the
+rate of the GPU's memory. The larger time is its bound. Only bytes that must be moved are counted:
+inputs are read and results are written, but values that stay within a kernel do not count. This
+module does not import torch.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,9 @@ from inner.model.block_params import ROUTER, block_params
 from inner.optim.state_bytes import StateBytes
 
 PRODUCTS = 3
-"""Matrix products of a matrix in a step: the forward, the gradient of its input, that of its weights."""
+"""Matrix products of a matrix in a step: the forward, the gradient of its input, that of its
+weights.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class StepWork:
 
     def bound(self, gpu: Gpu) -> str:
         """What bounds it: computing or memory."""
-        return "computing" if self.flops / gpu.flops >= self.num_bytes / gpu.memory_rate else "memory"
+        return (
+            "computing" if self.flops / gpu.flops >= self.num_bytes / gpu.memory_rate else "memory"
+        )
 
 
 def step_work(work: Workload, optimizer: StateBytes) -> list[StepWork]:
@@ -64,14 +70,18 @@ def step_work(work: Workload, optimizer: StateBytes) -> list[StepWork]:
 
 
 def model_flops(work: Workload) -> float:
-    """Operations of a step that MFU counts, of a mean rank: attention as if each position saw all."""
+    """Operations of a step that MFU counts, of a mean rank: attention as if each position saw
+    all.
+    """
     per_token = flops_per_token(work.sizes, work.seq_len).total
     tokens = work.micro_batch * work.seq_len * work.num_micro_batches
     return per_token * tokens / (work.degrees.cp * work.degrees.tp * work.degrees.pp)
 
 
 def roofline_mfu(work: Workload, optimizer: StateBytes, gpu: Gpu) -> float:
-    """The MFU of a step that takes exactly as long as its kinds of work do at best, one after the other."""
+    """The MFU of a step that takes exactly as long as its kinds of work do at best, one after the
+    other.
+    """
     seconds = sum(kind.seconds(gpu) for kind in step_work(work, optimizer))
     return model_flops(work) / (seconds * gpu.flops)
 
@@ -96,7 +106,10 @@ def roofline_table(work: Workload, optimizer: StateBytes, gpu: Gpu) -> Table:
 def _of_mean(work: Workload, figure: Callable[[Workload, bool], float]) -> float:
     """Return the mean of a figure over dense layers and layers with experts."""
     layers = work.sizes.layer_kinds(range(work.sizes.num_layers))
-    return sum(count * figure(work, has_experts) for has_experts, count in layers) / work.sizes.num_layers
+    return (
+        sum(count * figure(work, has_experts) for has_experts, count in layers)
+        / work.sizes.num_layers
+    )
 
 
 def _matrices(work: Workload, has_experts: bool) -> list[tuple[int, int, int, int]]:
@@ -118,7 +131,9 @@ def _matrices(work: Workload, has_experts: bool) -> list[tuple[int, int, int, in
 
 def _block_flops(work: Workload, has_experts: bool) -> float:
     matrices = _matrices(work, has_experts)
-    return 2.0 * PRODUCTS * sum(num_rows * rows * columns for num_rows, rows, columns, _ in matrices)
+    return (
+        2.0 * PRODUCTS * sum(num_rows * rows * columns for num_rows, rows, columns, _ in matrices)
+    )
 
 
 def _block_bytes(work: Workload, has_experts: bool) -> float:
@@ -133,25 +148,31 @@ def _block_bytes(work: Workload, has_experts: bool) -> float:
 
 
 def _attention_flops(work: Workload) -> float:
-    """The causal half of the scores and values, and of the scores that the backward's kernel computes again."""
+    """The causal half of the scores and values, and of the scores that the backward's kernel
+    computes again.
+    """
     flops = flops_per_token(work.sizes, work.seq_len)
     whole = (flops.attention + flops.recomputed + flops.padding) / work.sizes.num_layers
     return 0.5 * whole * work.tokens / work.degrees.tp
 
 
 def _attention_bytes(work: Workload) -> float:
-    """Forward: queries, keys and values are read, the result is written. Backward: these and a gradient for each."""
+    """Forward: queries, keys and values are read, the result is written. Backward: these and a
+    gradient for each.
+    """
     forward = 2 * work.q_numel + 2 * work.kv_numel
     backward = 4 * work.q_numel + 4 * work.kv_numel
     return float(work.compute_itemsize * (forward + backward))
 
 
 def _elementwise_bytes(work: Workload, has_experts: bool) -> float:
-    """Of a layer: its norms, each with the sum before it, RoPE, and SwiGLU, each as one kernel that runs once. With
-    experts also the copies of a token's row for each of its experts, and the sum of their results.
+    """Of a layer: its norms, each with the sum before it, RoPE, and SwiGLU, each as one kernel that
+    runs once. With experts also the copies of a token's row for each of its experts, and the sum of
+    their results.
     """
     stream = work.stream_tokens * work.sizes.dim
-    # A norm reads stream and branch and writes the sum and its norm; backward it reads three and writes one.
+    # A norm reads stream and branch and writes the sum and its norm; backward it reads three and
+    # writes one.
     norms = work.sizes.decoder.num_norms * (4 + 4) * stream
     # The forward reads the gate and up tensors and writes their product. The backward reads three
     # tensors of this size and writes two.
@@ -172,11 +193,12 @@ def _hidden_numel(work: Workload, has_experts: bool) -> int:
 
 
 def _moved_numel(work: Workload, has_experts: bool) -> int:
-    """Number of elements that are read or written where a token's row goes to its experts, and their results come back.
+    """Number of elements that are read or written where a token's row goes to its experts, and
+    their results come back.
 
-    The forward reads a token's row and writes its copies, reads the results and writes their sum. The backward reads a
-    gradient, and the results for the gradients of the weights, and writes a gradient for each result; then it reads the
-    gradients of the copies and writes their sum.
+    The forward reads a token's row and writes its copies, reads the results and writes their sum.
+    The backward reads a gradient, and the results for the gradients of the weights, and writes a
+    gradient for each result; then it reads the gradients of the copies and writes their sum.
     """
     experts = work.sizes.experts
     if not has_experts or experts is None:
@@ -186,7 +208,9 @@ def _moved_numel(work: Workload, has_experts: bool) -> int:
 
 
 def _again_flops(work: Workload) -> float:
-    """Operations of a layer that `recompute` adds to those of the attention kernel, the causal half of scores."""
+    """Operations of a layer that `recompute` adds to those of the attention kernel, the causal half
+    of scores.
+    """
     recompute = work.parallel.recompute
     plain = flops_per_token(work.sizes, work.seq_len)
     flops = flops_per_token(work.sizes, work.seq_len, recompute)
@@ -208,7 +232,8 @@ def _head_bytes(work: Workload) -> float:
 
 
 def _optimizer_bytes(work: Workload, optimizer: StateBytes) -> float:
-    """Master weights and states are read and written, the gradient is read, for each parameter of the shard.
+    """Master weights and states are read and written, the gradient is read, for each parameter of
+    the shard.
 
     Products of Muon's own are not counted.
     """

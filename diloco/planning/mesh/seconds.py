@@ -1,4 +1,5 @@
-"""Seconds of an inner step on GPUs of a known kind, from their makers' data sheets: for `diloco mesh --gpu`.
+"""Seconds of an inner step on GPUs of a known kind, from their makers' data sheets: for `diloco
+mesh --gpu`.
 
 This module does not import torch.
 """
@@ -45,7 +46,9 @@ def compute_seconds(work: Workload, tokens_per_step: int, flops: float) -> float
 
 def spans_nodes(line: TrafficLine) -> bool:
     """Return whether a group of ranks that communicate is on several nodes."""
-    return any(min(group) // GPUS_OF_A_NODE != max(group) // GPUS_OF_A_NODE for group in line.groups)
+    return any(
+        min(group) // GPUS_OF_A_NODE != max(group) // GPUS_OF_A_NODE for group in line.groups
+    )
 
 
 def seconds_table(work: Workload, tokens_per_step: int, hardware: Hardware) -> Table:

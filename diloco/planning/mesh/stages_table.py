@@ -11,11 +11,16 @@ from inner.flops import flops_per_token
 
 
 def print_stages(run: RunConfig, island: IslandConfig, console: Console) -> None:
-    """Print a line for each stage of the run. The rest of the picture is of the one with the highest peak."""
+    """Print a line for each stage of the run. The rest of the picture is of the one with the
+    highest peak.
+    """
     plans = build_stage_plans(run, island)
     heaviest = max(range(len(plans)), key=lambda number: plans[number].peak)
     console.print()
-    title = f"Stages of the run; everything else here is of stage {heaviest + 1}, which needs most memory"
+    title = (
+        f"Stages of the run; everything else here is of stage {heaviest + 1}, which needs "
+        "most memory"
+    )
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     console.print(stages_table(run, plans))
 

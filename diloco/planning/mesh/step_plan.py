@@ -64,7 +64,10 @@ def load_island(config: Config, index: int, memory_bytes: int | None = None) -> 
     """
     count = max(1, len(config.islands))
     if index >= count:
-        raise ConfigError(f"--island: got {index}; allowed: {', '.join(map(str, range(count)))}, the config's islands")
+        raise ConfigError(
+            f"--island: got {index}; allowed: {', '.join(map(str, range(count)))}, the config's "
+            "islands"
+        )
     island = config.for_island(index)
     check_island(config.run, island, f"island {index}")
     *others, last = list_candidates(config.run, island)
@@ -76,8 +79,8 @@ def load_island(config: Config, index: int, memory_bytes: int | None = None) -> 
 
 
 def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
-    """Return the plan of an island's inner step; of a run with stages, in the stage whose steps need
-    most memory.
+    """Return the plan of an island's inner step; of a run with stages, in the stage whose steps
+    need most memory.
     """
     return max(build_stage_plans(run, island), key=lambda plan: plan.peak if run.stages else 0)
 
@@ -85,7 +88,10 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
 def build_stage_plans(run: RunConfig, island: IslandConfig) -> list[StepPlan]:
     """Return the plan of an inner step in each stage; a run without stages has one plan."""
     longest = longest_sequence(run)
-    return [_build_plan(at_stage(run, number), island, longest) for number in range(len(run.stages) or 1)]
+    return [
+        _build_plan(at_stage(run, number), island, longest)
+        for number in range(len(run.stages) or 1)
+    ]
 
 
 def _build_plan(run: RunConfig, island: IslandConfig, longest: int) -> StepPlan:
@@ -100,7 +106,10 @@ def _build_plan(run: RunConfig, island: IslandConfig, longest: int) -> StepPlan:
         longest_seq_len=longest,
         micro_batch=island.micro_batch,
         num_micro_batches=accumulation_steps(
-            run.optimizer.tokens_per_step, run.data.seq_len, island.micro_batch, degrees.num_data_ranks
+            run.optimizer.tokens_per_step,
+            run.data.seq_len,
+            island.micro_batch,
+            degrees.num_data_ranks,
         ),
         compute_itemsize=ITEMSIZES[island.resolve_compute_dtype(device_type)],
         deals_matrices=run.optimizer.name == "muon",

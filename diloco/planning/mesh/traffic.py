@@ -62,9 +62,13 @@ def traffic_lines(work: Workload) -> list[TrafficLine]:
     degrees = work.degrees
     lines = []
     for name, members in _groups(work).items():
-        moved = [TrafficLine(name, members, what, *figures) for (axis, what), figures in sent.items() if axis == name]
-        # FSDP communicates over dp_shard x cp, and dp_shard then has no traffic of its own. The same
-        # holds for replicas along two axes.
+        moved = [
+            TrafficLine(name, members, what, *figures)
+            for (axis, what), figures in sent.items()
+            if axis == name
+        ]
+        # FSDP communicates over dp_shard x cp, and dp_shard then has no traffic of its own. The
+        # same holds for replicas along two axes.
         copies = _axis_text(axis_of_copies(degrees))
         both = copies if work.has_whole_weights else "dp_shard x cp"
         lines += moved or [TrafficLine(name, members, f"see {both}", 0, 0)]
@@ -87,9 +91,13 @@ def _groups(work: Workload) -> dict[str, list[list[int]]]:
         if all(getattr(degrees, axis) > 1 for axis in axes)
     }
     if work.has_sparse_mesh:
-        by_axes |= {axis: rank_groups(degrees, axis) for axis in ("edp", "ep") if getattr(degrees, axis) > 1}
+        by_axes |= {
+            axis: rank_groups(degrees, axis) for axis in ("edp", "ep") if getattr(degrees, axis) > 1
+        }
     sums_over_all = work.has_whole_weights and axis_of_copies(degrees) == ALL_RANKS
-    if sums_over_all or (work.sizes.experts is not None and axis_of_all_ranks(degrees) == ALL_RANKS):
+    if sums_over_all or (
+        work.sizes.experts is not None and axis_of_all_ranks(degrees) == ALL_RANKS
+    ):
         by_axes[ALL_RANKS] = [list(range(degrees.num_ranks))]
     if work.sizes.last_stage_embeds and work.stage_ranks[0] != work.stage_ranks[-1]:
         by_axes["ends of pp"] = [[group[0], group[-1]] for group in by_axes["pp"]]
@@ -144,7 +152,9 @@ def _what(row: TrafficRow, work: Workload) -> str:
         return "weights of experts" if row.op == "all_gather" else "gradients of experts"
     if row.axis == "tp" and row.op == "all_reduce" and work.parallel.splits_stream(work.degrees.tp):
         return "norms and loss"
-    return {"pp": "activations", "tp": "activations", OTHER: "tied table"}.get(row.axis, "gradients")
+    return {"pp": "activations", "tp": "activations", OTHER: "tied table"}.get(
+        row.axis, "gradients"
+    )
 
 
 def _cells(line: TrafficLine, before: TrafficLine | None) -> tuple[str, ...]:

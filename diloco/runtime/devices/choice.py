@@ -13,7 +13,9 @@ from diloco.runtime.devices.gpus import describe_gpus, list_cards, list_gpus
 DeviceSetting = Literal["auto", "cpu", "cuda"]
 
 
-def choose_device(setting: DeviceSetting, local_rank: int, num_local_ranks: int, num_gpus: int) -> str:
+def choose_device(
+    setting: DeviceSetting, local_rank: int, num_local_ranks: int, num_gpus: int
+) -> str:
     """Return `cpu` or `cuda:<local rank>`; the kind is the same for all ranks of a node.
 
     `auto` is CUDA if the node has a GPU for each of its ranks. Raises ConfigError for `cuda` if
@@ -24,8 +26,10 @@ def choose_device(setting: DeviceSetting, local_rank: int, num_local_ranks: int,
         return "cpu"
     if not is_enough:
         raise ConfigError(
-            f"island.device is 'cuda' with {num_local_ranks} ranks on this machine, and torch finds "
-            f"{describe_gpus(num_gpus)}; each rank needs one: {_fewer_ranks(num_gpus)}set island.device to auto or cpu"
+            f"island.device is 'cuda' with {num_local_ranks} ranks on this machine, and torch "
+            "finds "
+            f"{describe_gpus(num_gpus)}; each rank needs one: {_fewer_ranks(num_gpus)}set "
+            "island.device to auto or cpu"
         )
     return f"cuda:{local_rank}"
 
@@ -39,7 +43,8 @@ def explain_cpu(setting: DeviceSetting, num_local_ranks: int, num_gpus: int) -> 
     if num_gpus == 0:
         return f"island.device is 'auto' and torch finds {describe_gpus(0)}: computing on the CPU"
     return (
-        f"island.device is 'auto' and torch finds {num_gpus} GPUs for {num_local_ranks} ranks: computing on the CPU; "
+        f"island.device is 'auto' and torch finds {num_gpus} GPUs for {num_local_ranks} ranks: "
+        "computing on the CPU; "
         f"to use the GPUs, {_fewer_ranks(num_gpus)}give each rank one"
     )
 
@@ -56,8 +61,10 @@ def fit_compute_dtype(island: IslandConfig, card: Card) -> IslandConfig:
         return island
     if island.compute_dtype == "bfloat16":
         raise ConfigError(
-            f"island.compute_dtype of {island.label!r} is 'bfloat16', and its GPU ({card.name}, compute capability "
-            f"{card.capability[0]}.{card.capability[1]}) has no bf16, which needs 8.0; set it to float16, "
+            f"island.compute_dtype of {island.label!r} is 'bfloat16', and its GPU ({card.name}, "
+            "compute capability "
+            f"{card.capability[0]}.{card.capability[1]}) has no bf16, which needs 8.0; set it to "
+            "float16, "
             "float32 or auto"
         )
     return island.model_copy(update={"compute_dtype": "float32"})

@@ -59,7 +59,9 @@ def ask_cuda_driver(library: str = LIBRARY) -> CudaDriver | None:
     newest = (number.value // 1000, number.value % 1000 // 10)
     if status := cuda.cuInit(0) or cuda.cuDeviceGetCount(byref(count)):
         return CudaDriver(version, newest, "" if status == NO_DEVICE else _error_name(cuda, status))
-    return CudaDriver(version, newest, cards=tuple(_read_card(cuda, number) for number in range(count.value)))
+    return CudaDriver(
+        version, newest, cards=tuple(_read_card(cuda, number) for number in range(count.value))
+    )
 
 
 def _read_card(cuda: CDLL, number: int) -> Card:

@@ -29,7 +29,9 @@ def list_gpus() -> list[str]:
     if find_driver_problem(torch.version.cuda, ask_cuda_driver()):
         return []
     count = torch.cuda.device_count()
-    return [str(number) for number in range(count)] if visible is None else visible.split(",")[:count]
+    return (
+        [str(number) for number in range(count)] if visible is None else visible.split(",")[:count]
+    )
 
 
 def list_cards() -> tuple[Card, ...]:
@@ -49,10 +51,14 @@ def find_obstacle() -> str:
     import torch
 
     build = f"torch {torch.__version__}", torch.version.cuda or torch.version.hip
-    return explain_obstacle(os.environ.get(VISIBLE), build, find_driver_problem(torch.version.cuda, ask_cuda_driver()))
+    return explain_obstacle(
+        os.environ.get(VISIBLE), build, find_driver_problem(torch.version.cuda, ask_cuda_driver())
+    )
 
 
-def explain_obstacle(visible: str | None, build: tuple[str, str | None], driver_problem: str) -> str:
+def explain_obstacle(
+    visible: str | None, build: tuple[str, str | None], driver_problem: str
+) -> str:
     """Return the obstacle. `visible`: value of CUDA_VISIBLE_DEVICES; `build`: torch and the version
     of CUDA it needs.
     """
@@ -85,7 +91,8 @@ def find_driver_problem(cuda: str | None, driver: CudaDriver | None) -> str:
     # A build for any CUDA version works with a driver for the same major version.
     if int(cuda.split(".")[0]) > driver.cuda[0]:
         return (
-            f"the driver {driver.version} supports CUDA {newest}, and this torch needs CUDA {cuda}; update the driver, "
+            f"the driver {driver.version} supports CUDA {newest}, and this torch needs CUDA "
+            f"{cuda}; update the driver, "
             f"or install a torch that is built for CUDA {driver.cuda[0]}"
         )
     return f"the driver {driver.version} does not start: {driver.problem}" if driver.problem else ""

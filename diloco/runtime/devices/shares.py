@@ -85,13 +85,17 @@ def share_gpus(islands: Sequence[IslandConfig], gpus: Sequence[str]) -> GpuShare
         if (shares := _give(islands, asking, gpus)) is not None:
             return shares
     raise ConfigError(
-        f"island.device is 'cuda' for {count_ranks(islands, ('cuda',))} ranks of the islands together, and torch finds "
-        f"{describe_gpus(len(gpus))} on this machine; start fewer islands (--islands) or ranks (--ranks), or set "
+        f"island.device is 'cuda' for {count_ranks(islands, ('cuda',))} ranks of the islands "
+        "together, and torch finds "
+        f"{describe_gpus(len(gpus))} on this machine; start fewer islands (--islands) or ranks "
+        "(--ranks), or set "
         "island.device to auto or cpu"
     )
 
 
-def _give(islands: Sequence[IslandConfig], asking: Sequence[int], gpus: Sequence[str]) -> GpuShares | None:
+def _give(
+    islands: Sequence[IslandConfig], asking: Sequence[int], gpus: Sequence[str]
+) -> GpuShares | None:
     """Give GPUs to the islands with indices `asking` and none to the others. Return None if that is
     not possible.
     """
@@ -116,7 +120,9 @@ def share_first_gpu(islands: Sequence[IslandConfig], gpus: Sequence[str]) -> Gpu
     return GpuShares(dict.fromkeys(range(len(islands)), () if device == "cpu" else (gpus[0],)))
 
 
-def check_shares(islands: Sequence[IslandConfig], shares: GpuShares, cards: Mapping[str, Card]) -> None:
+def check_shares(
+    islands: Sequence[IslandConfig], shares: GpuShares, cards: Mapping[str, Card]
+) -> None:
     """Raise ConfigError if an island cannot use its GPU. `cards`: the known GPUs, by the names in
     `shares`.
     """
@@ -126,8 +132,10 @@ def check_shares(islands: Sequence[IslandConfig], shares: GpuShares, cards: Mapp
                 fit_compute_dtype(island, cards[gpu])
         if island.auto and (sharers := shares.count_sharers(index)) > 1:
             raise ConfigError(
-                f"island.auto of {island.label!r} chooses by the memory and speed of a whole GPU, and {sharers} "
-                "islands share one on this machine; set island.micro_batch and island.parallel.recompute yourself and "
+                f"island.auto of {island.label!r} chooses by the memory and speed of a whole GPU, "
+                f"and {sharers} "
+                "islands share one on this machine; set island.micro_batch and "
+                "island.parallel.recompute yourself and "
                 "island.auto=[], or start fewer islands (--islands), or set island.device=cpu"
             )
 
@@ -144,18 +152,25 @@ def describe_shares(
     on_gpu = [index for index, gpus in shares.by_island.items() if gpus]
     if shares.is_shared:
         yield (
-            f"{len(on_gpu)} islands of one rank share {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}: they slow each "
+            f"{len(on_gpu)} islands of one rank share {num_gpus} "
+            f"{'GPU' if num_gpus == 1 else 'GPUs'}: they slow each "
             "other down, and their memory adds up; with island.device=cpu they compute on the CPU"
         )
-    if not any(island.device == "auto" and index not in on_gpu for index, island in enumerate(islands)):
+    if not any(
+        island.device == "auto" and index not in on_gpu for index, island in enumerate(islands)
+    ):
         return
     if num_gpus:
         yield (
-            f"the islands have {wanted} ranks together and this machine {num_gpus} GPUs: islands whose island.device "
+            f"the islands have {wanted} ranks together and this machine {num_gpus} GPUs: islands "
+            "whose island.device "
             "is auto compute on the CPU; with fewer --islands or --ranks they compute on the GPUs"
         )
     elif obstacle:
-        yield f"torch finds no GPU ({obstacle}): islands whose island.device is auto compute on the CPU"
+        yield (
+            f"torch finds no GPU ({obstacle}): islands whose island.device is auto compute on "
+            "the CPU"
+        )
 
 
 def count_ranks(islands: Sequence[IslandConfig], settings: Sequence[DeviceSetting]) -> int:

@@ -52,7 +52,9 @@ class Collector:
     the visit.
     """
 
-    def __init__(self, address: str, overrides: Sequence[str], run_name: str | None, folder: Path) -> None:
+    def __init__(
+        self, address: str, overrides: Sequence[str], run_name: str | None, folder: Path
+    ) -> None:
         """Create a collector that writes to `folder`/RUN_NAME.
 
         Raises ConfigError if an override does not begin with `island.`.
@@ -88,7 +90,9 @@ class Collector:
             if time.monotonic() > deadline:
                 causes = [f"{name}: {cause}" for name, cause in sorted(self._silence.items())]
                 why = "; ".join(causes[:4]) or "the swarm lists no island that is alive"
-                raise ConfigError(f"no island of {self.run.name!r} sent a record in {FIRST_SECONDS:g} s ({why})")
+                raise ConfigError(
+                    f"no island of {self.run.name!r} sent a record in {FIRST_SECONDS:g} s ({why})"
+                )
         return self.folder
 
     def order(self, orders: Mapping[str, Order], seconds: float) -> dict[str, str | OuterError]:
@@ -104,14 +108,18 @@ class Collector:
         with suppress(RuntimeError):
             self._loop.close()
 
-    async def _order_all(self, orders: Mapping[str, Order], seconds: float) -> dict[str, str | OuterError]:
+    async def _order_all(
+        self, orders: Mapping[str, Order], seconds: float
+    ) -> dict[str, str | OuterError]:
         assert self._network is not None, "the collector has been started"
         messenger = self._network.messenger
 
         async def order(name: str) -> str | OuterError:
             try:
                 address = self.members[name].control_addresses[0]
-                call = call_message(messenger, address, ORDER, orders[name], Carried, timeout_seconds=seconds)
+                call = call_message(
+                    messenger, address, ORDER, orders[name], Carried, timeout_seconds=seconds
+                )
                 return one_line((await call).text)
             except OuterError as error:
                 return error
@@ -119,12 +127,17 @@ class Collector:
         return dict(zip(orders, await asyncio.gather(*map(order, orders)), strict=True))
 
     async def _visit(self, run: RunConfig, info: RunInfo) -> None:
-        async with open_run_network(self._local, self.address, run, info) as network, asyncio.TaskGroup() as tasks:
+        async with (
+            open_run_network(self._local, self.address, run, info) as network,
+            asyncio.TaskGroup() as tasks,
+        ):
             self._network = network
             followed: set[str] = set()
             while True:
                 assert network.membership is not None, "rank 0 has a membership"
-                with suppress(OuterError):  # If this fails, the islands known so far are still asked.
+                with suppress(
+                    OuterError
+                ):  # If this fails, the islands known so far are still asked.
                     self.members = await network.membership.members()
                 for name in sorted(self.members.keys() - followed)[: MAX_ISLANDS - len(followed)]:
                     followed.add(name)
@@ -146,7 +159,9 @@ class Collector:
                 seen_at = time.monotonic()
             try:
                 if time.monotonic() - seen_at > GONE_SECONDS:
-                    mirror.note_presence(answers=False, text="the swarm has no record of it any more")
+                    mirror.note_presence(
+                        answers=False, text="the swarm has no record of it any more"
+                    )
                 else:
                     has_more = await self._ask(network, mirror, member)
                     if described != member.incarnation:
@@ -166,10 +181,15 @@ class Collector:
     async def _ask(self, network: Network, mirror: RecordsMirror, member: Member) -> bool:
         """Request the next page of records. Return whether the island has more."""
         if mirror.is_full:
-            raise MessageError(f"it has sent more than {mirror.folder / METRICS} may hold: no further records are kept")
+            raise MessageError(
+                f"it has sent more than {mirror.folder / METRICS} may hold: no further records are "
+                "kept"
+            )
         address = member.control_addresses[0]
         body = mirror.request.encode()
-        call = network.messenger.call(address, CALL, body, timeout_seconds=CALL_SECONDS, longest=LONGEST_REPLY)
+        call = network.messenger.call(
+            address, CALL, body, timeout_seconds=CALL_SECONDS, longest=LONGEST_REPLY
+        )
         page = await receive_reply(network.messenger, address, RecordsPage, await call)
         before = mirror.request
         await asyncio.to_thread(mirror.add, page)

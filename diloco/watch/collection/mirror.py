@@ -45,7 +45,9 @@ class RecordsMirror:
     @property
     def is_full(self) -> bool:
         """Whether the island has sent more records than an honest island would write."""
-        return (self.folder / METRICS).exists() and (self.folder / METRICS).stat().st_size >= MAX_ISLAND_BYTES
+        return (self.folder / METRICS).exists() and (
+            self.folder / METRICS
+        ).stat().st_size >= MAX_ISLAND_BYTES
 
     def add(self, page: RecordsPage) -> None:
         """Append the records of a page, which answers `request`. Raises OSError if the disk is
@@ -70,7 +72,9 @@ class RecordsMirror:
         if (answers, text) != self._last_presence:
             self._last_presence = answers, text
             with (self.folder / PRESENCE).open("a") as file:
-                file.write(json.dumps({"time": time.time(), "answers": answers, "text": text}) + "\n")
+                file.write(
+                    json.dumps({"time": time.time(), "answers": answers, "text": text}) + "\n"
+                )
 
     def note_machine(self, status: IslandStatus) -> None:
         """Write the island's hardware and versions to environment.json, in the form of the island's

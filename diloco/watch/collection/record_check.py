@@ -5,7 +5,14 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from diloco.records.metrics import EventRecord, PauseRecord, Record, RoundRecord, StepRecord, TrafficRecord
+from diloco.records.metrics import (
+    EventRecord,
+    PauseRecord,
+    Record,
+    RoundRecord,
+    StepRecord,
+    TrafficRecord,
+)
 from diloco.records.run_folder import parse_record
 
 MAX_NAMES = 4096
@@ -26,12 +33,16 @@ def check_record(line: str, now: float) -> Record | None:
         record = parse_record(line.encode())
     except (ValidationError, ValueError):
         return None
-    is_sane = -PAST_SECONDS < record.time - now < FUTURE_SECONDS and all(map(is_bounded, vars(record).values()))
+    is_sane = -PAST_SECONDS < record.time - now < FUTURE_SECONDS and all(
+        map(is_bounded, vars(record).values())
+    )
     match record:
         case StepRecord():
             is_sane &= are_names(list(record.source_tokens))
         case RoundRecord():
-            is_sane &= are_names([*record.participants, *record.listeners]) and are_names(list(record.gated))
+            is_sane &= are_names([*record.participants, *record.listeners]) and are_names(
+                list(record.gated)
+            )
         case EventRecord():
             is_sane &= len(record.name) <= MAX_NAME
         case PauseRecord():

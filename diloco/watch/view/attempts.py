@@ -45,7 +45,9 @@ class Attempt:
             for name, count in row[18].items():
                 left_out[name] = left_out.get(name, 0) + count
         signers, audited = (max(row[place] for row in rows) for place in (16, 17))
-        norms, cosines = ([row[place] for row in rows if row[place] is not None] for place in (14, 15))
+        norms, cosines = (
+            [row[place] for row in rows if row[place] is not None] for place in (14, 15)
+        )
         return [
             *([f"signed by {signers}"] if signers else []),
             *([f"{audited} parts audited"] if audited else []),
@@ -88,10 +90,19 @@ def find_stragglers(islands: Mapping[str, IslandHistory]) -> Iterator[str]:
         if behind > max(LATE_SECONDS, SLOW_SHARE * least[1]):
             # Older records do not have the last one.
             did = zip(
-                ("reading text", "computing", "without a processor", "between steps", STOPPED), least[2:], strict=False
+                ("reading text", "computing", "without a processor", "between steps", STOPPED),
+                least[2:],
+                strict=False,
             )
-            told = ", ".join(f"{human_seconds(seconds)} {what}" for what, seconds in did if seconds or what != STOPPED)
-            yield f"{name}: the others waited {human_seconds(behind)} for rank {least[0]:.0f} ({told})"
+            told = ", ".join(
+                f"{human_seconds(seconds)} {what}"
+                for what, seconds in did
+                if seconds or what != STOPPED
+            )
+            yield (
+                f"{name}: the others waited {human_seconds(behind)} for rank {least[0]:.0f} "
+                f"({told})"
+            )
 
 
 def waited(rank: Row) -> float:

@@ -50,7 +50,10 @@ class Basis:
         """Yield the assumptions of the prediction, in words."""
         seconds = human_duration(self.step_seconds[self.fastest])
         slowest = f", and {self.spread:.0%} longer on the slowest" if self.spread >= 0.005 else ""
-        yield f"an inner step takes {seconds}, the median of the last steps on {self.fastest}{slowest}"
+        yield (
+            f"an inner step takes {seconds}, the median of the last steps on "
+            f"{self.fastest}{slowest}"
+        )
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         yield f"{self.num_islands} islands, as in the last committed round, of {ranks}"
         yield "the work besides the network takes as long as on this machine"
@@ -64,21 +67,36 @@ def find_basis(view: RunView) -> Basis:
     if config.params or config.model.name is not None:
         raise ConfigError("the shapes of an own model are not known, so there is no prediction")
     if outer_code(config.run):
-        raise ConfigError("the run uses own code, which a page does not import: `diloco plan` predicts such a run")
-    commits = [island.rows["pace"][-1][0] for island in view.islands.values() if island.rows["pace"]]
+        raise ConfigError(
+            "the run uses own code, which a page does not import: `diloco plan` predicts such a run"
+        )
+    commits = [
+        island.rows["pace"][-1][0] for island in view.islands.values() if island.rows["pace"]
+    ]
     if not commits:
         raise ConfigError("a prediction needs two committed rounds; the run has fewer")
     present = last_participants(view)
-    seconds = {name: found for name in present & view.islands.keys() if (found := usual_step(view.islands[name]))}
+    seconds = {
+        name: found
+        for name in present & view.islands.keys()
+        if (found := usual_step(view.islands[name]))
+    }
     if not seconds:
         raise ConfigError("no inner step has been recorded yet")
-    ranks = min(len(rows[-1][2]) if (rows := view.islands[name].rows["ranks"]) else 1 for name in seconds)
+    ranks = min(
+        len(rows[-1][2]) if (rows := view.islands[name].rows["ranks"]) else 1 for name in seconds
+    )
     return Basis(config, seconds, len(present), ranks)
 
 
 def last_participants(view: RunView) -> set[str]:
     """Return the islands in the last committed round."""
-    rounds = [row for island in view.islands.values() for row in island.rows["rounds"][-REDUCES:] if row[3]]
+    rounds = [
+        row
+        for island in view.islands.values()
+        for row in island.rows["rounds"][-REDUCES:]
+        if row[3]
+    ]
     return set(view.groups.names[max(rounds, key=lambda row: row[0])[9]]) if rounds else set()
 
 
@@ -99,18 +117,37 @@ def find_link(view: RunView, config: Config) -> "tuple[LinkSpeed, str]":
     if (given := view.link) is not None:
         return LinkSpeed(given.rate, given.rtt), f"a link of {describe(given)}, as --link says"
     facts = read_plan(view.run_dir).facts
-    if facts is not None and facts.links and (links := parse_links(facts.links.split(), facts.num_islands).all):
+    if (
+        facts is not None
+        and facts.links
+        and (links := parse_links(facts.links.split(), facts.num_islands).all)
+    ):
         slowest = AccessLink(min(link.rate for link in links), max(link.rtt for link in links))
-        return LinkSpeed(slowest.rate, slowest.rtt), f"a link of {describe(slowest)}, as simulate --link shaped it"
+        return LinkSpeed(
+            slowest.rate, slowest.rtt
+        ), f"a link of {describe(slowest)}, as simulate --link shaped it"
     islands = [config.for_island(index) for index in range(max(len(config.islands), 1))]
     if rates := [island.link_mbit for island in islands if island.link_mbit is not None]:
-        text = f"a link of {human_rate(1e6 * min(rates))}, by island.link_mbit; its round trip is not known"
+        text = (
+            f"a link of {human_rate(1e6 * min(rates))}, by island.link_mbit; its round trip is "
+            "not known"
+        )
         return LinkSpeed(1e6 * min(rates)), text
-    rows = [row[4] for island in view.islands.values() for row in island.rows["pace"][-REDUCES:] if row[4]]
+    rows = [
+        row[4]
+        for island in view.islands.values()
+        for row in island.rows["pace"][-REDUCES:]
+        if row[4]
+    ]
     if not rows:
-        raise ConfigError("the speed of the links is not known; give it by --link, as in --link 100mbit,rtt=50ms")
+        raise ConfigError(
+            "the speed of the links is not known; give it by --link, as in --link 100mbit,rtt=50ms"
+        )
     rate = median(rows)
-    text = f"no link is given (--link): {human_rate(rate)}, the rate of the last reduces; the link may be faster"
+    text = (
+        f"no link is given (--link): {human_rate(rate)}, the rate of the last reduces; the "
+        "link may be faster"
+    )
     # The measured rate counts payload only and already includes round trips.
     return LinkSpeed(rate, payload_share=1.0), text
 

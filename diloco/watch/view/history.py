@@ -13,7 +13,15 @@ from diloco.formatting import one_line
 from diloco.overview.account import IslandAccount
 from diloco.records.figures import ENDS, LatestRecords, finite
 from diloco.records.growing_file import GrowingFile
-from diloco.records.metrics import EvalRecord, EventRecord, PauseRecord, Record, RoundRecord, StepRecord, TrafficRecord
+from diloco.records.metrics import (
+    EvalRecord,
+    EventRecord,
+    PauseRecord,
+    Record,
+    RoundRecord,
+    StepRecord,
+    TrafficRecord,
+)
 from diloco.records.run_folder import METRICS, PRESENCE, Tail
 
 Row = list[Any]
@@ -65,21 +73,23 @@ class Groups:
 class IslandHistory:
     """The rows of one island by kind, each in the order of the records. Times are unix seconds.
 
-    steps    time, inner step, tokens so far, loss, tokens per second, gradient noise scale (None if not recorded)
+    steps    time, inner step, tokens so far, loss, tokens per second, gradient noise scale (None if
+             not recorded)
     work     begin, end: an inner step, or several without a pause between them
-    rounds   end, round, attempt, committed (0 or 1), seconds of wait, seconds of reduce, bytes sent so far,
-             committed so far, aborted so far, number of the group of its participants, digest, cause, planner, norm of
-             the pseudo-gradient, norm of the mean, their cosine, signers, audited parts, parts left out by island,
-             committed rounds of the run
+    rounds   end, round, attempt, committed (0 or 1), seconds of wait, seconds of reduce, bytes sent
+             so far, committed so far, aborted so far, number of the group of its participants,
+             digest, cause, planner, norm of the pseudo-gradient, norm of the mean, their cosine,
+             signers, audited parts, parts left out by island, committed rounds of the run
     evals    time, tokens of all islands, held-out loss
     events   time, name, text, whether the island's processes ended with it (0 or 1)
     sources  time, tokens so far by source of the text
     experts  time, and for each layer with experts, by its number: the load of its fullest expert
     ranks    time, round, and for each rank what RoundRecord.ranks has
-    pace     time, seconds per round, share of them in inner steps, bytes sent per round, bits per second in the reduce:
-             of the last committed rounds
+    pace     time, seconds per round, share of them in inner steps, bytes sent per round, bits per
+             second in the reduce: of the last committed rounds
     pauses   begin, end, what the island did instead of training: evaluating or saving
-    traffic  time, inner step, bytes that rank 0 sent inside the island in this step by axis, and the planned ones
+    traffic  time, inner step, bytes that rank 0 sent inside the island in this step by axis, and
+             the planned ones
     presence time, whether the island answers a watcher over the network (0 or 1), why it does not
     """
 
@@ -101,7 +111,9 @@ class IslandHistory:
         for record in records:
             if 0 <= record.time < MAX_TIME:
                 self._add(record, self.account.write(record))
-        self.rows["presence"] += [row for line in self._presence.new_lines() if (row := parse_presence(line))]
+        self.rows["presence"] += [
+            row for line in self._presence.new_lines() if (row := parse_presence(line))
+        ]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -121,24 +133,38 @@ class IslandHistory:
                 self._add_round(record, pace)
             case EvalRecord():
                 self.rows["evals"].append([record.time, record.tokens, finite(record.loss)])
-                self.rows["pauses"].append([record.time - (finite(record.seconds) or 0.0), record.time, "evaluating"])
+                self.rows["pauses"].append(
+                    [record.time - (finite(record.seconds) or 0.0), record.time, "evaluating"]
+                )
             case EventRecord():
                 text = one_line(record.text)[:MAX_TEXT]
-                self.rows["events"].append([record.time, record.name[:64], text, int(record.name in ENDS)])
+                self.rows["events"].append(
+                    [record.time, record.name[:64], text, int(record.name in ENDS)]
+                )
             case TrafficRecord():
                 self.rows["traffic"].append([record.time, record.step, record.sent, record.planned])
             case PauseRecord():
-                self.rows["pauses"].append([record.time - (finite(record.seconds) or 0.0), record.time, record.name])
+                self.rows["pauses"].append(
+                    [record.time - (finite(record.seconds) or 0.0), record.time, record.name]
+                )
 
     def _add_step(self, record: StepRecord) -> None:
         tokens = self.latest.figures.tokens
-        row = [record.time, record.step, tokens, finite(record.loss), finite(record.tokens_per_second)]
+        row = [
+            record.time,
+            record.step,
+            tokens,
+            finite(record.loss),
+            finite(record.tokens_per_second),
+        ]
         self.rows["steps"].append([*row, finite(record.noise_scale.get("tokens"))])
         self.rows["work"].append([record.time - (finite(record.seconds) or 0.0), record.time])
         if record.source_tokens:
             self.rows["sources"].append([record.time, dict(self.latest.source_tokens)])
         if record.expert_loads:
-            self.rows["experts"].append([record.time, {k: finite(load) for k, load in record.expert_loads.items()}])
+            self.rows["experts"].append(
+                [record.time, {k: finite(load) for k, load in record.expert_loads.items()}]
+            )
 
     def _add_round(self, record: RoundRecord, pace: list[float | None] | None) -> None:
         figures = self.latest.figures
@@ -151,12 +177,19 @@ class IslandHistory:
             record.planner,
         ]
         which = [record.time, record.round, record.attempt, int(record.committed)]
-        norms = [finite(each) for each in (record.pseudo_gradient_norm, record.mean_norm, record.mean_cosine)]
+        norms = [
+            finite(each)
+            for each in (record.pseudo_gradient_norm, record.mean_norm, record.mean_cosine)
+        ]
         checked = [record.signers, record.audited, record.gated]
-        self.rows["rounds"].append([*which, *seconds, *counts, *told, *norms, *checked, figures.round])
+        self.rows["rounds"].append(
+            [*which, *seconds, *counts, *told, *norms, *checked, figures.round]
+        )
         if pace is not None:
             self.rows["pace"].append(pace)
-        if ranks := [row for row in record.ranks if len(row) in RANK_FIELDS and all(map(math.isfinite, row))]:
+        if ranks := [
+            row for row in record.ranks if len(row) in RANK_FIELDS and all(map(math.isfinite, row))
+        ]:
             self.rows["ranks"].append([record.time, record.round, ranks])
 
     def thinned(self, counts: dict[str, int], most: int) -> Rows:
@@ -166,7 +199,10 @@ class IslandHistory:
         """
         first = {kind: rows[: counts[kind]] for kind, rows in self.rows.items()}
         thinned = {kind: thin(rows, most) for kind, rows in first.items()}
-        return thinned | {"work": join_work(first["work"], most), "rounds": thin_rounds(first["rounds"], most)}
+        return thinned | {
+            "work": join_work(first["work"], most),
+            "rounds": thin_rounds(first["rounds"], most),
+        }
 
 
 class LinesTail:
@@ -209,7 +245,9 @@ def thin_rounds(rows: Sequence[Row], most: int) -> list[Row]:
     while len(rows) / stride > most:
         stride *= 2
     aborted = thin([row for row in rows if not row[3]], most // 2)
-    kept = [row for row in rows if row[3] and row[1] % stride == 0] + aborted + list(rows[-TAIL_ROWS:])
+    kept = (
+        [row for row in rows if row[3] and row[1] % stride == 0] + aborted + list(rows[-TAIL_ROWS:])
+    )
     return sorted({(row[0], row[1], row[2]): row for row in kept}.values(), key=lambda row: row[0])
 
 

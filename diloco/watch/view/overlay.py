@@ -1,4 +1,6 @@
-"""Other runs in the same folder of runs, whose held-out loss the page can draw beside this one's."""
+"""Other runs in the same folder of runs, whose held-out loss the page can draw beside this
+one's.
+"""
 
 from pathlib import Path
 
@@ -12,7 +14,11 @@ def list_others(run_dir: Path) -> list[str]:
     """Return the names of the folders of other runs beside a run's folder, the newest first."""
     here = run_dir.resolve()
     try:
-        folders = [each for each in here.parent.iterdir() if each.is_dir() and each != here and island_folders(each)]
+        folders = [
+            each
+            for each in here.parent.iterdir()
+            if each.is_dir() and each != here and island_folders(each)
+        ]
         newest = sorted(folders, key=lambda each: each.stat().st_mtime, reverse=True)
     except OSError:
         return []
@@ -20,9 +26,13 @@ def list_others(run_dir: Path) -> list[str]:
 
 
 def read_losses(run_dir: Path) -> list[list[float]]:
-    """Return seconds since the run's begin, tokens, held-out loss and bytes sent so far, for each evaluation."""
+    """Return seconds since the run's begin, tokens, held-out loss and bytes sent so far, for each
+    evaluation.
+    """
     islands = read_run(run_dir).islands
-    records = sorted((record for island in islands for record in island.all), key=lambda record: record.time)
+    records = sorted(
+        (record for island in islands for record in island.all), key=lambda record: record.time
+    )
     begin = min((begin for island in islands for begin, _ in island.spans), default=0.0)
     sent = 0
     rows: dict[int, list[float]] = {}

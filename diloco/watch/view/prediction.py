@@ -102,7 +102,9 @@ def compute(basis: Basis, speed: "LinkSpeed", assumed: tuple[str, ...]) -> Predi
         utilisation=p.utilisation,
         round_bytes=p.sent_bytes / fragments,
         reduce_rate=8 * p.sent_bytes / reduce_seconds(p) if p.sent_bytes else None,
-        needed_rate=needed_bandwidth(replace(case, link=replace(speed, bits_per_second=1e3)), UTILISATION),
+        needed_rate=needed_bandwidth(
+            replace(case, link=replace(speed, bits_per_second=1e3)), UTILISATION
+        ),
         target=UTILISATION,
         link_rate=speed.bits_per_second,
         loss_gap=loss_gap(p.num_params, basis.num_islands),

@@ -62,7 +62,9 @@ class RunView:
         """Unix time since which text and JSON tell incidents. A page lets its reader choose."""
         self.islands: dict[str, IslandHistory] = {}
         self.account = RunAccount()
-        """The records read so far, added up: the first lines of the page, `status`, and the report."""
+        """The records read so far, added up: the first lines of the page, `status`, and the
+        report.
+        """
         self.baseline = IslandHistory(run_dir / BASELINE, Groups(), RunAccount().island(BASELINE))
         """Data-parallel training on the same tokens; without rows if there was none."""
         self.groups = Groups()
@@ -124,7 +126,9 @@ class RunView:
             "islands": islands,
             "figures": asdict(self.figures) if islands else None,
             "overview": page_values(self.account, self.plan) if islands else None,
-            "incidents": [each.to_row() for each in self.account.incidents[sent.incidents : now.incidents]],
+            "incidents": [
+                each.to_row() for each in self.account.incidents[sent.incidents : now.incidents]
+            ],
             "baseline": baseline if any(baseline.values()) else None,
             "groups": self.groups.names[sent.groups : now.groups],
             "faults": self.faults[sent.faults : now.faults],
@@ -142,9 +146,16 @@ class RunView:
             "num_params": plan.facts.num_params if plan.facts else None,
             "figures": asdict(self.figures),
             "overview": page_values(self.account, plan),
-            "incidents": [each.to_row() for each in self.account.incidents[: now.incidents][-MAX_POINTS:]],
-            "islands": {name: self.islands[name].thinned(counts, most) for name, counts in now.islands.items()},
-            "baseline": self.baseline.thinned(now.baseline, most) if any(now.baseline.values()) else None,
+            "incidents": [
+                each.to_row() for each in self.account.incidents[: now.incidents][-MAX_POINTS:]
+            ],
+            "islands": {
+                name: self.islands[name].thinned(counts, most)
+                for name, counts in now.islands.items()
+            },
+            "baseline": self.baseline.thinned(now.baseline, most)
+            if any(now.baseline.values())
+            else None,
             "groups": self.groups.names[: now.groups],
             "machines": {name: describe_machine(self.run_dir / name) for name in now.islands},
             "faults": self.faults[: now.faults][-MAX_POINTS:],
@@ -165,9 +176,15 @@ def describe_machine(folder: Path) -> str:
     commit = str(found.get("commit") or "")[:10]
     changed = " with changes" if commit and found.get("is_changed") else ""
     gpus = found.get("gpus")
-    hardware = Counter(map(str, gpus)) if isinstance(gpus, list) and gpus else {str(found.get("processor") or ""): 1}
+    hardware = (
+        Counter(map(str, gpus))
+        if isinstance(gpus, list) and gpus
+        else {str(found.get("processor") or ""): 1}
+    )
     words = [f"{count} x {name}" if count > 1 else name for name, count in hardware.items()]
-    return one_line(", ".join(filter(None, [f"commit {commit}{changed}" if commit else "", *words])))[:MAX_TEXT]
+    return one_line(
+        ", ".join(filter(None, [f"commit {commit}{changed}" if commit else "", *words]))
+    )[:MAX_TEXT]
 
 
 def parse_fault(line: str) -> Row | None:

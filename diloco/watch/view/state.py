@@ -26,7 +26,9 @@ inner steps."""
 def state_now(view: RunView) -> dict[str, Any]:
     """Return the run and the latest state of each island, as values for JSON."""
     now = time.time()
-    last = max((island.latest.figures.last_record or 0.0 for island in view.islands.values()), default=0.0)
+    last = max(
+        (island.latest.figures.last_record or 0.0 for island in view.islands.values()), default=0.0
+    )
     has_ended = any(island.latest.figures.end for island in view.islands.values())
     at = now if has_ended or now - last < OVER_SECONDS else last
     plan = view.plan
@@ -52,7 +54,12 @@ def measured_gap(view: RunView) -> float | None:
 
     Between two evaluations of the baseline its loss is interpolated.
     """
-    rows = [row for island in view.islands.values() for row in island.rows["evals"][-1:] if row[2] is not None]
+    rows = [
+        row
+        for island in view.islands.values()
+        for row in island.rows["evals"][-1:]
+        if row[2] is not None
+    ]
     known = [row for row in view.baseline.rows["evals"] if row[2] is not None]
     if not rows or not known:
         return None
@@ -70,7 +77,9 @@ def describe_island(view: RunView, name: str, at: float) -> dict[str, Any]:
     """
     island = view.islands[name]
     pace = island.rows["pace"][-1][1:] if island.rows["pace"] else [None] * 4
-    measured = dict(zip(("round_seconds", "utilisation", "round_bytes", "reduce_rate"), pace, strict=True))
+    measured = dict(
+        zip(("round_seconds", "utilisation", "round_bytes", "reduce_rate"), pace, strict=True)
+    )
     state, is_wrong = find_state(view.islands, name, at)
     return {**asdict(island.latest.figures), **measured, "state": state, "is_wrong": is_wrong}
 
@@ -108,6 +117,7 @@ def find_losers(islands: Mapping[str, IslandHistory], name: str, newest: float) 
         for other, island in islands.items()
         if other != name
         and any(
-            row[1] == LOST and row[2].startswith(f"{name}: ") and row[0] > newest for row in island.rows["events"][-50:]
+            row[1] == LOST and row[2].startswith(f"{name}: ") and row[0] > newest
+            for row in island.rows["events"][-50:]
         )
     ]

@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from inner.errors import InputError
 
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
 """Names of roles in datasets, and the names for them here."""
 KEYS = (("role", "content"), ("from", "value"))
 ASSISTANT = "assistant"
@@ -29,9 +35,13 @@ def parse_messages(value: object, where: str) -> list[Message]:
         return []
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise InputError(
-            f"{where}: got {type(value).__name__}, need a list of messages; set data.text_field to their field"
+            f"{where}: got {type(value).__name__}, need a list of messages; set data.text_field to "
+            "their field"
         )
-    return [_parse_message(message, f"{where}, message {number}") for number, message in enumerate(value)]
+    return [
+        _parse_message(message, f"{where}, message {number}")
+        for number, message in enumerate(value)
+    ]
 
 
 def to_text(messages: Sequence[Message]) -> str:
@@ -58,7 +68,8 @@ def _parse_message(message: object, where: str) -> Message:
             content = message[content_key]
             if role not in ROLES or not isinstance(content, str):
                 raise InputError(
-                    f"{where}: got {role_key}={role!r} and {content_key} of {type(content).__name__}; allowed: text of "
+                    f"{where}: got {role_key}={role!r} and {content_key} of "
+                    f"{type(content).__name__}; allowed: text of "
                     f"{', '.join(ROLES)}"
                 )
             return Message(ROLES[role], content)

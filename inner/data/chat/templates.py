@@ -47,4 +47,7 @@ def llama3(messages: Sequence[Message]) -> Iterator[TemplatePiece]:
 END_MARKERS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
 """The marker that each template puts at the end of a message. The model learns to end its messages
 with it."""
-TEMPLATES: dict[str, Callable[[Sequence[Message]], Iterator[TemplatePiece]]] = {"chatml": chatml, "llama3": llama3}
+TEMPLATES: dict[str, Callable[[Sequence[Message]], Iterator[TemplatePiece]]] = {
+    "chatml": chatml,
+    "llama3": llama3,
+}

@@ -20,13 +20,18 @@ def build_source(config: DataConfig) -> Source:
 
 def _build_huggingface(config: DataConfig) -> HuggingFaceSource:
     if config.dataset is None:
-        raise InputError("data.source=huggingface needs data.dataset, got none; for example allenai/c4")
+        raise InputError(
+            "data.source=huggingface needs data.dataset, got none; for example allenai/c4"
+        )
     if config.max_tokens is None:
         raise InputError(
-            f"data.source=huggingface streams {config.dataset!r} and needs data.max_tokens to know where to stop, "
+            f"data.source=huggingface streams {config.dataset!r} and needs data.max_tokens to know "
+            "where to stop, "
             "got none; for example data.max_tokens=50000000"
         )
-    return HuggingFaceSource(config.dataset, config.dataset_config, config.split, text_field_of(config))
+    return HuggingFaceSource(
+        config.dataset, config.dataset_config, config.split, text_field_of(config)
+    )
 
 
 def text_field_of(config: DataConfig) -> TextField:

@@ -63,7 +63,10 @@ def read_whole(path: Path) -> bytes:
         is_longer = lines is raw and path.stat().st_size > MAX_DOCUMENT_BYTES
         data = b"" if is_longer else read_at_most(lines, MAX_DOCUMENT_BYTES + 1)
     if is_longer or len(data) > MAX_DOCUMENT_BYTES:
-        raise InputError(f"{path}: is one document and has more than {MAX_DOCUMENT_BYTES} bytes; write it as .jsonl")
+        raise InputError(
+            f"{path}: is one document and has more than {MAX_DOCUMENT_BYTES} bytes; write it as "
+            ".jsonl"
+        )
     return data
 
 
@@ -77,7 +80,9 @@ def open_lines(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     try:
         with open_file(path) as raw:
             if is_compressed(path) and not path.stat().st_size:
-                raise EOFError("it is empty, but a compressed file has a header even without content")
+                raise EOFError(
+                    "it is empty, but a compressed file has a header even without content"
+                )
             if path.suffix.lower() == ".gz":
                 with io.BufferedReader(gzip.open(raw), BUFFER_BYTES) as lines:  # pyright: ignore[reportArgumentType]
                     yield cast(IO[bytes], lines), raw
@@ -87,7 +92,9 @@ def open_lines(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             else:
                 yield raw, raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: cannot be decompressed ({error}); write it again or remove it") from error
+        raise InputError(
+            f"{path}: cannot be decompressed ({error}); write it again or remove it"
+        ) from error
 
 
 @contextmanager
@@ -101,7 +108,9 @@ def open_zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
         with io.BufferedReader(ZstdReader(raw)) as lines:
             yield cast(IO[bytes], lines)
     except zstandard.ZstdError as error:
-        raise InputError(f"{path}: cannot be decompressed ({error}); write it again or remove it") from error
+        raise InputError(
+            f"{path}: cannot be decompressed ({error}); write it again or remove it"
+        ) from error
 
 
 class ZstdReader(io.RawIOBase):
@@ -206,9 +215,13 @@ def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator
             for number, member in enumerate(islice(_members(archive), first, None), start=first):
                 if member.isfile() and member.name.lower().endswith((".txt", ".json")):
                     text = _read_member(archive, member, f"{path}, member {member.name}", field)
-                    yield DocumentRow(f"{key}#{member.name}", text, min(raw.tell() / size, 1.0), number)
+                    yield DocumentRow(
+                        f"{key}#{member.name}", text, min(raw.tell() / size, 1.0), number
+                    )
     except (TarError, EOFError, zlib.error, OSError) as error:
-        raise InputError(f"{path}: cannot be read as tar ({error}); write it again or remove it") from error
+        raise InputError(
+            f"{path}: cannot be read as tar ({error}); write it again or remove it"
+        ) from error
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -220,16 +233,28 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         yield member
 
 
-def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, field: TextField) -> str:
+def _read_member(
+    archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, field: TextField
+) -> str:
     if member.size > MAX_DOCUMENT_BYTES:
-        raise InputError(f"{where}: has {member.size} bytes; a document has at most {MAX_DOCUMENT_BYTES}")
+        raise InputError(
+            f"{where}: has {member.size} bytes; a document has at most {MAX_DOCUMENT_BYTES}"
+        )
     file = archive.extractfile(member)
     assert file is not None, "a member that is read must be a regular file"
     try:
         data = file.read()
-        row = parse_json(data) if member.name.lower().endswith(".json") else {field.name: data.decode("utf-8")}
+        row = (
+            parse_json(data)
+            if member.name.lower().endswith(".json")
+            else {field.name: data.decode("utf-8")}
+        )
     except ValueError as error:
-        raise InputError(f"{where}: is not UTF-8 text or JSON ({error}); write it again or remove it") from None
+        raise InputError(
+            f"{where}: is not UTF-8 text or JSON ({error}); write it again or remove it"
+        ) from None
     if not isinstance(row, dict):
-        raise InputError(f"{where}: got a JSON {type(row).__name__}, need an object such as {{'text': '...'}}")
+        raise InputError(
+            f"{where}: got a JSON {type(row).__name__}, need an object such as {{'text': '...'}}"
+        )
     return row_text(row, field, where)

@@ -37,7 +37,8 @@ class Document:
 
 
 class Source(Protocol):
-    """Yields documents. A source is built from a config and reads nothing until one of its methods is called.
+    """Yields documents. A source is built from a config and reads nothing until one of its methods
+    is called.
 
     >>> from inner.data.sources.stdlib import StdlibSource
     >>> source: Source = StdlibSource()
@@ -112,7 +113,9 @@ def _cut(document: Document, heldout_fraction: float) -> tuple[Document, Documen
     at = int(len(document.text) * (1 - heldout_fraction))
     at = text.rfind("\n", 1, at) + 1 or max(at, 1)
     log.info(
-        "no whole document is held out, so the last %d characters of %s are held out", len(text) - at, document.key
+        "no whole document is held out, so the last %d characters of %s are held out",
+        len(text) - at,
+        document.key,
     )
     end = Document(f"{document.key}#end", text[at:], document.share, is_end=True)
     return replace(document, text=text[:at]), end
@@ -140,7 +143,10 @@ def row_text(row: Mapping[str, object], field: TextField, where: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise InputError(f"{where}: field {text_field!r} must be text, got {type(text).__name__}; set data.text_field")
+        raise InputError(
+            f"{where}: field {text_field!r} must be text, got {type(text).__name__}; set "
+            "data.text_field"
+        )
     return text
 
 

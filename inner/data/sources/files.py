@@ -39,7 +39,13 @@ class FilesSource:
     def fingerprint(self) -> object:
         """Return path, size and modification time of every file, and the version of the reader."""
         files = [path for _, path in self._files()]
-        return [READER, *([str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files)]
+        return [
+            READER,
+            *(
+                [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+                for path in files
+            ),
+        ]
 
     def documents(self) -> Iterator[Document]:
         """Yield documents in the order of `paths`, sorted by path within a folder or pattern."""
@@ -49,7 +55,8 @@ class FilesSource:
             yield document
         if not found:
             raise InputError(
-                f"data.paths {list(self.paths)}: no text in any of the {len(self._files())} files found; "
+                f"data.paths {list(self.paths)}: no text in any of the {len(self._files())} files "
+                "found; "
                 "need UTF-8 text, .jsonl, .parquet or .tar files that are not empty"
             )
 
@@ -68,14 +75,17 @@ class FilesSource:
                 for row in _rows_of(key, path, self.field, (first_row, first_byte), skipped):
                     if row.text:
                         share = (before[number] + row.share * sizes[number]) / whole_size
-                        yield Document(row.key, row.text, share, place=[number, row.number, row.offset])
+                        yield Document(
+                            row.key, row.text, share, place=[number, row.number, row.offset]
+                        )
                 first_row = first_byte = 0
         finally:
             _report(skipped, "not UTF-8 text and skipped")
             _report(again, "named more than once in data.paths and read once")
             _report(
                 left_out,
-                "left out because its name says that it describes the data beside it; name it in data.paths to read it",
+                "left out because its name says that it describes the data beside it; name it in "
+                "data.paths to read it",
             )
 
     def _files(self) -> list[tuple[str, Path]]:
@@ -96,7 +106,11 @@ class FilesSource:
             # Refuse unsupported formats now, before the first file is read, and not after hours.
             format_of(path)
         read = {path for _, path in files}
-        return files, again, [path for _, left_out in found for path in left_out if path not in read]
+        return (
+            files,
+            again,
+            [path for _, left_out in found for path in left_out if path not in read],
+        )
 
 
 def _rows_of(
@@ -126,9 +140,14 @@ def _read_rows(
             return _text_rows(key, path, field, skipped)
 
 
-def _text_rows(key: str, path: Path, field: TextField, skipped: list[Path]) -> Iterator[DocumentRow]:
+def _text_rows(
+    key: str, path: Path, field: TextField, skipped: list[Path]
+) -> Iterator[DocumentRow]:
     if field.is_chat:
-        raise InputError(f"{path}: a text file cannot hold conversations; name .jsonl, .parquet or .tar files only")
+        raise InputError(
+            f"{path}: a text file cannot hold conversations; name .jsonl, .parquet or .tar files "
+            "only"
+        )
     try:
         yield DocumentRow(key, read_whole(path).decode("utf-8"), 1.0)
     except UnicodeDecodeError:
@@ -154,11 +173,15 @@ def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterato
         groups, begin = _row_groups_from(
             [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)], first
         )
-        batches = file.iter_batches(_rows_per_read(path, file, field), row_groups=groups, columns=[field.name])
+        batches = file.iter_batches(
+            _rows_per_read(path, file, field), row_groups=groups, columns=[field.name]
+        )
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, row in itertools.islice(enumerate(rows, start=begin), first - begin, None):
             text = row_text(row, field, f"{path}, row {number}")
-            yield DocumentRow(f"{key}#{number}", text, (number + 1) / file.metadata.num_rows, number)
+            yield DocumentRow(
+                f"{key}#{number}", text, (number + 1) / file.metadata.num_rows, number
+            )
 
 
 def _rows_per_read(path: Path, file: Any, field: TextField) -> int:
@@ -169,11 +192,18 @@ def _rows_per_read(path: Path, file: Any, field: TextField) -> int:
     """
     groups = (file.metadata.row_group(number) for number in range(file.num_row_groups))
     columns = (group.column(number) for group in groups for number in range(group.num_columns))
-    chunks = [chunk for chunk in columns if chunk.num_values and chunk.path_in_schema.split(".")[0] == field.name]
+    chunks = [
+        chunk
+        for chunk in columns
+        if chunk.num_values and chunk.path_in_schema.split(".")[0] == field.name
+    ]
     with open_file(path) as raw:
         longest = max((_longest_value(raw, chunk) for chunk in chunks), default=0)
     if longest > MAX_DOCUMENT_BYTES:
-        raise InputError(f"{path}: a page has {longest} bytes; at most {MAX_DOCUMENT_BYTES} are read; write it again")
+        raise InputError(
+            f"{path}: a page has {longest} bytes; at most {MAX_DOCUMENT_BYTES} are read; write it "
+            "again"
+        )
     return min(ROWS_PER_READ, MAX_DOCUMENT_BYTES // max(longest, 1))
 
 
@@ -181,7 +211,13 @@ def _longest_value(raw: IO[bytes], chunk: Any) -> int:
     """Return the size in bytes of the longest value that a column chunk may store once and repeat;
     0 if it repeats none.
     """
-    repeats = set(chunk.encodings) - {"PLAIN", "RLE", "BIT_PACKED", "RLE_DICTIONARY", "PLAIN_DICTIONARY"}
+    repeats = set(chunk.encodings) - {
+        "PLAIN",
+        "RLE",
+        "BIT_PACKED",
+        "RLE_DICTIONARY",
+        "PLAIN_DICTIONARY",
+    }
     first = chunk.dictionary_page_offset or chunk.data_page_offset
     raw.seek(min(first, chunk.data_page_offset))
     is_dictionary, num_bytes = _parse_page_header(raw.read(PAGE_HEADER_BYTES))

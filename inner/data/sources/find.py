@@ -16,7 +16,9 @@ from inner.files import CACHE_TAG, home_path
 Format = Literal["lines", "json", "parquet", "tar", "text"]
 
 ROWS: dict[str, Format] = {
-    **dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst"), "lines"),
+    **dict.fromkeys(
+        (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst"), "lines"
+    ),
     **dict.fromkeys((".json", ".json.gz", ".json.zst"), "json"),
     ".parquet": "parquet",
     **dict.fromkeys((".tar", ".tar.gz", ".tgz"), "tar"),
@@ -30,7 +32,13 @@ PACKED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar.zst", ".parquet.gz", ".par
 
 ABOUT_DATA = ("readme", "license", "licence", "notice", "citation", "changelog")
 """File names, up to the first dot, of texts that describe the data beside them."""
-SETTINGS_OF_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "croissant.json", "state.json")
+SETTINGS_OF_DATA = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "croissant.json",
+    "state.json",
+)
 
 
 def find_files(entry: str) -> list[tuple[str, Path]]:
@@ -54,8 +62,12 @@ def find_files(entry: str) -> list[tuple[str, Path]]:
         literal = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         return _relative_to(literal, sorted(map(Path, glob.glob(str(path), recursive=True))), entry)
     if path.exists():
-        raise InputError(f"data.paths: {entry!r} is a FIFO, a device or a socket; write its output to a file")
-    raise InputError(f"data.paths: {entry!r} does not exist (looked in {Path.cwd()}); correct the path")
+        raise InputError(
+            f"data.paths: {entry!r} is a FIFO, a device or a socket; write its output to a file"
+        )
+    raise InputError(
+        f"data.paths: {entry!r} does not exist (looked in {Path.cwd()}); correct the path"
+    )
 
 
 def distinct(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[Path]]:
@@ -96,16 +108,22 @@ def _list(folder: Path) -> list[Path]:
         return [path for path in folder.iterdir() if not path.name.startswith(".")]
     except OSError as error:
         raise InputError(
-            f"data.paths: the folder {str(folder)!r} cannot be listed ({error}); give this user permission to read it"
+            f"data.paths: the folder {str(folder)!r} cannot be listed ({error}); give this user "
+            "permission to read it"
         ) from error
 
 
 def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str, Path]]:
     keys = ((path.relative_to(folder), path) for path in paths if path.is_file())
-    files = [(key.as_posix(), path) for key, path in keys if not _is_hidden(key) and not _is_cached(folder, key)]
+    files = [
+        (key.as_posix(), path)
+        for key, path in keys
+        if not _is_hidden(key) and not _is_cached(folder, key)
+    ]
     if not files:
         raise InputError(
-            f"data.paths: {entry!r} matches no file (looked in {Path.cwd()}; hidden files do not count); "
+            f"data.paths: {entry!r} matches no file (looked in {Path.cwd()}; hidden files do not "
+            "count); "
             "name a folder or a pattern with text, .jsonl, .parquet or .tar files in it"
         )
     by_length, _ = distinct(sorted(files, key=lambda file: len(file[1].parts)))
@@ -132,14 +150,20 @@ def format_of(path: Path) -> Format:
     if name.endswith(TABLES):
         _refuse(path, "a table in this format", "write it as .jsonl or .parquet")
     if name.endswith(PACKED):
-        _refuse(path, "a file compressed in this format", "unpack it, or write it as .jsonl.gz, .jsonl.zst or .tar.gz")
+        _refuse(
+            path,
+            "a file compressed in this format",
+            "unpack it, or write it as .jsonl.gz, .jsonl.zst or .tar.gz",
+        )
     for end, rows in ROWS.items():
         if name.endswith(end):
             return rows
     return "text"
 
 
-def leave_out_companions(files: list[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[Path]]:
+def leave_out_companions(
+    files: list[tuple[str, Path]],
+) -> tuple[list[tuple[str, Path]], list[Path]]:
     """Return (key, path) of the files to read, and the files to leave out, which are texts that
     describe the data beside them.
     """
@@ -161,5 +185,6 @@ def _have_rows(paths: Iterable[Path]) -> bool:
 
 def _refuse(path: Path, what: str, cure: str) -> NoReturn:
     raise InputError(
-        f"{path}: {what} is not read by data.source=files; {cure}, or name the other files by a pattern such as *.txt"
+        f"{path}: {what} is not read by data.source=files; {cure}, or name the other files by a "
+        "pattern such as *.txt"
     )

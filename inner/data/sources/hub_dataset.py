@@ -25,7 +25,9 @@ tsfile videofolder vortex webdataset xml
 READERS_OF_FILES = frozenset(_NAMES.split())
 """Names that `datasets` treats as readers of local files instead of looking for them on the hub. A
 test compares them with the installed version."""
-CSV_CHARACTERS = frozenset({"sep", "delimiter", "quotechar", "escapechar", "comment", "decimal", "thousands"})
+CSV_CHARACTERS = frozenset(
+    {"sep", "delimiter", "quotechar", "escapechar", "comment", "decimal", "thousands"}
+)
 """Settings of the CSV reader whose value is a character, such as a backslash, and not a path."""
 CARD = "README.md"
 SETTINGS = ".huggingface.yaml"
@@ -40,12 +42,16 @@ def check_dataset_name(name: str) -> None:
     """Raise InputError if `datasets` would treat the name as a reader of local files."""
     if name in READERS_OF_FILES:
         raise InputError(
-            f"data.dataset: {name!r} is not a dataset, but a file reader of the library `datasets`; for "
-            "files use data.source=files and data.paths, and for a dataset of the hub the whole name, OWNER/NAME"
+            f"data.dataset: {name!r} is not a dataset, but a file reader of the library "
+            "`datasets`; for "
+            "files use data.source=files and data.paths, and for a dataset of the hub the whole "
+            "name, OWNER/NAME"
         )
 
 
-def stream_dataset(name: str, folder: Path | None, config: str | None, split: str, cure: str) -> Any:
+def stream_dataset(
+    name: str, folder: Path | None, config: str | None, split: str, cure: str
+) -> Any:
     """Return the rows of a split as an IterableDataset, from a repository on the hub or a local
     folder with its files.
 
@@ -76,7 +82,9 @@ def _fetch(name: str, file: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset", revision=revision))
+        return Path(
+            huggingface_hub.hf_hub_download(name, file, repo_type="dataset", revision=revision)
+        )
     except EntryNotFoundError:  # Also raised offline for a file that is not in the cache.
         return None
 
@@ -99,12 +107,15 @@ def check_settings(name: str, file: str, text: str) -> None:
     try:
         settings = parse_yaml(text, most_chars=MAX_CARD_BYTES)
     except ValueError as error:
-        raise InputError(f"dataset {name!r}: {file} is not valid YAML: {str(error)[:200]}; {CURE}") from None
+        raise InputError(
+            f"dataset {name!r}: {file} is not valid YAML: {str(error)[:200]}; {CURE}"
+        ) from None
     configs = settings.get("configs") if isinstance(settings, Mapping) else None
     for place in texts_in(configs):
         if leads_outside(place):
             raise InputError(
-                f"dataset {name!r}: {file} names {place[:200]!r} as data, which is outside of its repository: it would "
+                f"dataset {name!r}: {file} names {place[:200]!r} as data, which is outside of its "
+                "repository: it would "
                 f"be read from this machine or its network; {CURE}"
             )
 
@@ -128,7 +139,12 @@ def leads_outside(place: str) -> bool:
     """Return whether a file pattern is a URL, leads to a parent folder, or is a path on this
     machine.
     """
-    return "://" in place or "::" in place or place.startswith(("/", "~", "\\")) or ".." in PurePosixPath(place).parts
+    return (
+        "://" in place
+        or "::" in place
+        or place.startswith(("/", "~", "\\"))
+        or ".." in PurePosixPath(place).parts
+    )
 
 
 def check_data_files(name: str, files: Mapping[str, list[str]]) -> None:
@@ -137,4 +153,6 @@ def check_data_files(name: str, files: Mapping[str, list[str]]) -> None:
     """
     for place in (place for found in files.values() for place in found):
         if not str(place).startswith(f"hf://datasets/{name}@"):
-            raise InputError(f"dataset {name!r}: its data would be read from {str(place)[:200]!r}; {CURE}")
+            raise InputError(
+                f"dataset {name!r}: its data would be read from {str(place)[:200]!r}; {CURE}"
+            )

@@ -67,7 +67,9 @@ class HuggingFaceSource:
                 found = True
                 yield document
         if not found:
-            raise InputError(f"dataset {self._name}: the split holds no text; choose another data.split")
+            raise InputError(
+                f"dataset {self._name}: the split holds no text; choose another data.split"
+            )
 
     def documents_from(self, place: Place) -> Iterator[Document]:
         """Yield the document at a place and all documents after it. Earlier files are not read.
@@ -84,27 +86,40 @@ class HuggingFaceSource:
                 yield from (document for _, document in found if document.text)
                 return
         log.warning(
-            "dataset %s: row %d has moved to another place; reading from the beginning", self._name, wanted.number
+            "dataset %s: row %d has moved to another place; reading from the beginning",
+            self._name,
+            wanted.number,
         )
         all_rows = islice(self._documents(0, FROM_THE_BEGINNING), wanted.number, None)
         yield from (document for _, document in all_rows if document.text)
 
-    def _documents(self, number: int, begin: tuple[int, int]) -> Generator[tuple[RowPlace, Document], None, None]:
+    def _documents(
+        self, number: int, begin: tuple[int, int]
+    ) -> Generator[tuple[RowPlace, Document], None, None]:
         """Yield all rows, also empty ones, from `begin` on, which is a file and a row in it.
         `number`: number of the first row.
         """
         with closing(self._rows(*begin)) as rows:
             for row_number, (file, row_in_file, row) in enumerate(rows, start=number):
                 text = row_text(row, self.field, f"dataset {self._name}, row {row_number}")
-                place = RowPlace(row_number, file, row_in_file, zlib.crc32(text.encode("utf-8", "replace")))
-                yield place, Document(f"{self._name}#{row_number}", text, place=None if file < 0 else [*place])
+                place = RowPlace(
+                    row_number, file, row_in_file, zlib.crc32(text.encode("utf-8", "replace"))
+                )
+                yield (
+                    place,
+                    Document(
+                        f"{self._name}#{row_number}", text, place=None if file < 0 else [*place]
+                    ),
+                )
 
     @property
     def _name(self) -> str:
         name = Path(self.dataset).name if self._is_local() else self.dataset
         return "/".join(filter(None, [name, self.dataset_config, self.split]))
 
-    def _rows(self, file: int, row: int) -> Generator[tuple[int, int, Mapping[str, object]], None, None]:
+    def _rows(
+        self, file: int, row: int
+    ) -> Generator[tuple[int, int, Mapping[str, object]], None, None]:
         """Yield (file number, row number in the file, row) from a row of a file on."""
         where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
         try:
@@ -127,7 +142,9 @@ class HuggingFaceSource:
         return home_path(self.dataset, "data.dataset")
 
 
-def _rows_from(stream: Any, first_file: int, first_row: int) -> Iterator[tuple[int, int, Mapping[str, object]]]:
+def _rows_from(
+    stream: Any, first_file: int, first_row: int
+) -> Iterator[tuple[int, int, Mapping[str, object]]]:
     """Yield (file number, row number in the file, row) of an IterableDataset from a row of a file
     on.
     """

@@ -14,7 +14,9 @@ from inner.foreign.files import MAX_DOCUMENT_BYTES, lines_of
 from inner.foreign.text import FREE_BYTES, parse_json
 
 
-def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[DocumentRow]:
+def jsonl_rows(
+    key: str, path: Path, field: TextField, start: tuple[int, int]
+) -> Iterator[DocumentRow]:
     """Yield a row per line, from `start` on: a row's number and first byte. Raises InputError if a
     line is not an object.
     """
@@ -34,11 +36,15 @@ def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -
                 where = f"{path}, line {number + 1}"
                 row = _object(_parse_line(line, where), where)
                 share = (end if is_plain else raw.tell()) / size
-                yield DocumentRow(f"{key}#{number}", row_text(row, field, where), share, number, offset)
+                yield DocumentRow(
+                    f"{key}#{number}", row_text(row, field, where), share, number, offset
+                )
             offset = end if is_plain else 0
 
 
-def json_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[DocumentRow]:
+def json_rows(
+    key: str, path: Path, field: TextField, start: tuple[int, int]
+) -> Iterator[DocumentRow]:
     """Yield the rows of a .json file: the items of its array, its lines as in a .jsonl file, or its
     only object.
     """
@@ -50,7 +56,9 @@ def json_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) ->
 def _begins_with_a_row(path: Path) -> bool:
     with open_lines(path) as (lines, _):
         following = enumerate(lines_of(lines, MAX_DOCUMENT_BYTES))
-        number, first = next(((number, line) for number, line in following if line.strip()), (0, b"{}"))
+        number, first = next(
+            ((number, line) for number, line in following if line.strip()), (0, b"{}")
+        )
     if len(first) > MAX_DOCUMENT_BYTES:
         raise _too_long(path, number)
     try:
@@ -60,11 +68,17 @@ def _begins_with_a_row(path: Path) -> bool:
 
 
 def _too_long(path: Path, number: int) -> InputError:
-    return InputError(f"{path}: line {number + 1} has more than {MAX_DOCUMENT_BYTES} bytes; a document has fewer")
+    return InputError(
+        f"{path}: line {number + 1} has more than {MAX_DOCUMENT_BYTES} bytes; a document has fewer"
+    )
 
 
 def _item_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[DocumentRow]:
-    content = _parse(read_whole(path), str(path), "a .json file holds an array of objects, or one object per line")
+    content = _parse(
+        read_whole(path),
+        str(path),
+        "a .json file holds an array of objects, or one object per line",
+    )
     items = content if isinstance(content, list) else [content]
     for number, item in itertools.islice(enumerate(items), first, None):
         where = f"{path}, item {number + 1}"
@@ -73,8 +87,8 @@ def _item_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[D
 
 
 def _parse_line(line: bytes, where: str) -> object:
-    """Return the value of a line. The fast parser refuses some texts that Python's parser takes, such
-    as lone surrogates, and never gives another value.
+    """Return the value of a line. The fast parser refuses some texts that Python's parser takes,
+    such as lone surrogates, and never gives another value.
     """
     if len(line) < FREE_BYTES:
         with suppress(ValueError):
@@ -91,5 +105,7 @@ def _parse(data: bytes, where: str, expected: str) -> object:
 
 def _object(row: object, where: str) -> dict[str, object]:
     if not isinstance(row, dict):
-        raise InputError(f"{where}: got a JSON {type(row).__name__}, need an object such as {{'text': '...'}}")
+        raise InputError(
+            f"{where}: got a JSON {type(row).__name__}, need an object such as {{'text': '...'}}"
+        )
     return row

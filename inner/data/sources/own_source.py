@@ -2,7 +2,8 @@
 
 `data.source: my_package.sources:Papers` is a class or function. It is called as
 
-    Papers(**data.options)                        or, with data.paths,  Papers(paths=[...], **data.options)
+    Papers(**data.options)                        or, with data.paths,  Papers(paths=[...],
+                                                  **data.options)
 
 and returns an object with two methods:
 
@@ -11,15 +12,16 @@ and returns an object with two methods:
 
 Requirements:
 
-- Each call of `documents()` yields the same pairs in the same order, in every process and on every island. When a
-  preparation was killed, the next one skips the documents that are already prepared, by their number.
-- It may have a third method, `documents_from(number)`, which yields the pair with this number, counted from 0, and all
-  pairs after it. If text is read in shards (`data.order: shards`) it is called after a restart. Without it all earlier
-  pairs are read again, though not tokenised.
-- A key is unique and the same on every island, for example a relative path: its hash decides whether a document is
-  held out.
-- Locations that differ between machines are passed in `paths`. Options come from the run's config, which a joiner gets
-  from a swarm.
+- Each call of `documents()` yields the same pairs in the same order, in every process and on every
+  island. When a preparation was killed, the next one skips the documents that are already prepared,
+  by their number.
+- It may have a third method, `documents_from(number)`, which yields the pair with this number,
+  counted from 0, and all pairs after it. If text is read in shards (`data.order: shards`) it is
+  called after a restart. Without it all earlier pairs are read again, though not tokenised.
+- A key is unique and the same on every island, for example a relative path: its hash decides
+  whether a document is held out.
+- Locations that differ between machines are passed in `paths`. Options come from the run's config,
+  which a joiner gets from a swarm.
 """
 
 import json
@@ -54,7 +56,9 @@ class OwnSource:
         try:
             json.dumps(own)
         except (TypeError, ValueError) as error:
-            raise InputError(f"{KEY}: fingerprint() of {self.path} is not a JSON value ({error})") from error
+            raise InputError(
+                f"{KEY}: fingerprint() of {self.path} is not a JSON value ({error})"
+            ) from error
         return [own, source_sha256(self.path, KEY)]
 
     def documents(self) -> Iterator[Document]:
@@ -66,7 +70,9 @@ class OwnSource:
             found = True
             yield document
         if not found:
-            raise InputError(f"{KEY}: {self.path} has no document with text; see data.options and data.paths")
+            raise InputError(
+                f"{KEY}: {self.path} has no document with text; see data.options and data.paths"
+            )
 
     def documents_from(self, place: Place) -> Iterator[Document]:
         """Yield the documents from `place` on, which is the number of a pair."""
@@ -80,9 +86,16 @@ class OwnSource:
 
     def _read(self, first: int, method: str, *arguments: int) -> Iterator[Document]:
         for number, pair in enumerate(self._pairs(method, *arguments), start=first):
-            if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, str) for each in pair)):
+            if not (
+                isinstance(pair, tuple)
+                and len(pair) == 2
+                and all(isinstance(each, str) for each in pair)
+            ):
                 got = f"{type(pair).__name__} {pair!r}"[:200]
-                raise InputError(f"{KEY}: document {number} of {self.path} is {got}; need a pair (key, text) of str")
+                raise InputError(
+                    f"{KEY}: document {number} of {self.path} is {got}; need a pair (key, text) of "
+                    "str"
+                )
             if pair[1]:
                 yield Document(*pair, place=[number] if self.can_seek else None)
 
@@ -92,13 +105,17 @@ class OwnSource:
         except InputError:
             raise
         except Exception as error:
-            raise InputError(f"{KEY}: {self.path} failed in {method}(): {summarise(error)}") from error
+            raise InputError(
+                f"{KEY}: {self.path} failed in {method}(): {summarise(error)}"
+            ) from error
 
     def _call(self, method: str, *arguments: int) -> Any:
         try:
             return getattr(self.source, method)(*arguments)
         except Exception as error:
-            raise InputError(f"{KEY}: {self.path} failed in {method}(): {summarise(error)}") from error
+            raise InputError(
+                f"{KEY}: {self.path} failed in {method}(): {summarise(error)}"
+            ) from error
 
 
 def build_own_source(config: DataConfig) -> OwnSource:
@@ -111,13 +128,15 @@ def build_own_source(config: DataConfig) -> OwnSource:
         source = found(**arguments)
     except Exception as error:
         raise InputError(
-            f"{KEY}: {config.source} is {call_text(found)}, and called with {', '.join(arguments) or 'nothing'} it "
+            f"{KEY}: {config.source} is {call_text(found)}, and called with "
+            f"{', '.join(arguments) or 'nothing'} it "
             f"raised {summarise(error)}; see data.options and data.paths"
         ) from error
     for method in ("fingerprint", "documents"):
         if not callable(getattr(source, method, None)):
             raise InputError(
-                f"{KEY}: {config.source} returns {type(source).__name__} without the method {method}(); see "
+                f"{KEY}: {config.source} returns {type(source).__name__} without the method "
+                f"{method}(); see "
                 "docs/extending.md"
             )
     return OwnSource(config.source, source)
@@ -130,22 +149,31 @@ def check_own_source(source: OwnSource) -> None:
     If the source can start in the middle, it must yield the same documents there.
     """
     if source.fingerprint() != source.fingerprint():
-        raise InputError(f"{KEY}: fingerprint() of {source.path} differs from call to call; derive it from the text")
+        raise InputError(
+            f"{KEY}: fingerprint() of {source.path} differs from call to call; derive it from the "
+            "text"
+        )
     first, second = (list(islice(source.documents(), NUM_TRIED)) for _ in range(2))
     for number, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             raise InputError(
-                f"{KEY}: document {number} of {source.path} is {one.key!r}, and when read again {other.key!r}; "
-                "the order and the texts must be fixed: sort lists of files, and seed random numbers"
+                f"{KEY}: document {number} of {source.path} is {one.key!r}, and when read again "
+                f"{other.key!r}; "
+                "the order and the texts must be fixed: sort lists of files, and seed random "
+                "numbers"
             )
     keys = [document.key for document in first]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise InputError(f"{KEY}: {source.path} has several documents with the key {twice!r}; give each its own")
+        raise InputError(
+            f"{KEY}: {source.path} has several documents with the key {twice!r}; give each its own"
+        )
     if source.can_seek and len(first) > 1 and (place := first[-1].place) is not None:
         found = next(source.documents_from(place), None)
         if found != first[-1]:
             raise InputError(
-                f"{KEY}: documents_from({place[0]}) of {source.path} begins with {found and found.key!r}, and pair "
-                f"{place[0]} of documents() is {first[-1].key!r}; begin with the same pair, or leave documents_from out"
+                f"{KEY}: documents_from({place[0]}) of {source.path} begins with "
+                f"{found and found.key!r}, and pair "
+                f"{place[0]} of documents() is {first[-1].key!r}; begin with the same pair, or "
+                "leave documents_from out"
             )

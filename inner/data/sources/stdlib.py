@@ -32,7 +32,8 @@ class StdlibSource:
             yield document
         if not found:
             raise InputError(
-                f"data.source=python-stdlib: no readable .py file below {self.folder} (this Python comes "
+                f"data.source=python-stdlib: no readable .py file below {self.folder} (this Python "
+                "comes "
                 "without its sources); use data.source=files with data.paths"
             )
 

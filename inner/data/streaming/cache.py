@@ -50,8 +50,10 @@ class ShardCache:
         """Raise InputError if the limit is below `num_bytes`, which `what` needs at once."""
         if self._limit is not None and self._limit < num_bytes:
             raise InputError(
-                f"island.shards.cache_gb: got {self._limit / 1e9:g}, and {what} needs {num_bytes / 1e9:.3g}; raise it, "
-                "or lower data.shard_tokens (for prepared text: prepare it again with fewer) or island.shards.ahead"
+                f"island.shards.cache_gb: got {self._limit / 1e9:g}, and {what} needs "
+                f"{num_bytes / 1e9:.3g}; raise it, "
+                "or lower data.shard_tokens (for prepared text: prepare it again with fewer) or "
+                "island.shards.ahead"
             )
 
     def open(self, path: Path, dtype: str, sha256: str) -> OpenShard | None:
@@ -66,9 +68,15 @@ class ShardCache:
             # Another process is deleting the shard at this moment.
             file.close()
             return None
-        ids = np.memmap(path, dtype=dtype, mode="r") if os.fstat(file.fileno()).st_size else np.empty(0, dtype)
+        ids = (
+            np.memmap(path, dtype=dtype, mode="r")
+            if os.fstat(file.fileno()).st_size
+            else np.empty(0, dtype)
+        )
         if sha256_of(ids.data) != sha256:
-            log.warning("%s is damaged on this disk; it is deleted, and fetched or tokenised again", path)
+            log.warning(
+                "%s is damaged on this disk; it is deleted, and fetched or tokenised again", path
+            )
             path.unlink(missing_ok=True)
             file.close()
             return None
@@ -124,8 +132,10 @@ class ShardCache:
                 total -= shard.size
         if self._limit is not None and total + size > self._limit:
             raise InputError(
-                f"{self.folder}: its shards may take {self._limit / 1e9:g} GB (island.shards.cache_gb), and "
-                f"processes are reading {total / 1e9:.3g} GB of them now; raise it, or give each island of this "
+                f"{self.folder}: its shards may take {self._limit / 1e9:g} GB "
+                "(island.shards.cache_gb), and "
+                f"processes are reading {total / 1e9:.3g} GB of them now; raise it, or give each "
+                "island of this "
                 "machine an island.cache_dir of its own"
             )
 
@@ -156,8 +166,10 @@ class NewShard:
 def _explain(path: Path, error: OSError) -> InputError:
     cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see to the disk"
     return InputError(
-        f"{path}: cannot write ({error.strerror}); {cure}, set island.shards.cache_gb to less than the disk has, or "
-        "island.cache_dir to another disk, and start the island again: it continues from its checkpoint"
+        f"{path}: cannot write ({error.strerror}); {cure}, set island.shards.cache_gb to less than "
+        "the disk has, or "
+        "island.cache_dir to another disk, and start the island again: it continues from its "
+        "checkpoint"
     )
 
 

@@ -2,7 +2,8 @@
 
     index.json      this index, replaced whole when a shard is added
     heldout.bin     ids of the held-out text
-    00000.bin       ids of the first shard and the first id of the next; uint16, uint32, or int32 for conversations
+    00000.bin       ids of the first shard and the first id of the next; uint16, uint32, or int32
+                    for conversations
     00001.bin ...
 
 The files lie in the folder of a cache, or in a store that other people can write to. The index is
@@ -103,7 +104,9 @@ class ShardIndex(_Part):
         if sizes and sizes[-1] != full and not self.is_complete:
             raise ValueError("the last shard is not full, but the text does not end with it")
         if bool(sizes) != (self.heldout is not None):
-            raise ValueError("it has shards without a held-out text, or a held-out text without shards")
+            raise ValueError(
+                "it has shards without a held-out text, or a held-out text without shards"
+            )
         return self
 
     @property
@@ -118,7 +121,11 @@ class ShardIndex(_Part):
     @property
     def train_tokens(self) -> int:
         """Number of training tokens in all shards."""
-        return max(self.shard_tokens * (len(self.shards) - 1) + self.shards[-1].tokens, 0) if self.shards else 0
+        return (
+            max(self.shard_tokens * (len(self.shards) - 1) + self.shards[-1].tokens, 0)
+            if self.shards
+            else 0
+        )
 
     def count_sequences(self, seq_len: int) -> int:
         """Return the number of sequences in all shards."""
@@ -128,7 +135,9 @@ class ShardIndex(_Part):
         """Return this index with one more shard. A shard that is not full ends the text."""
         shards = (*self.shards, made.record)
         change = {"shards": shards, "following": made.following, "heldout": made.heldout}
-        return self.model_copy(update=change | {"is_complete": made.record.tokens <= self.shard_tokens})
+        return self.model_copy(
+            update=change | {"is_complete": made.record.tokens <= self.shard_tokens}
+        )
 
     def extends(self, other: "ShardIndex") -> bool:
         """Return whether this index equals `other` or has more shards than `other`."""
@@ -150,11 +159,14 @@ def parse_index(data: bytes, where: str) -> ShardIndex:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise InputError(
-            f"{where}: is not the index of a prepared text ({place}: {first['msg']}); write it again with "
+            f"{where}: is not the index of a prepared text ({place}: {first['msg']}); write it "
+            "again with "
             "`diloco prepare`"
         ) from None
     except RecursionError as error:
-        raise InputError(f"{where}: is not the index of a prepared text ({summarise(error)})") from None
+        raise InputError(
+            f"{where}: is not the index of a prepared text ({summarise(error)})"
+        ) from None
 
 
 def check_ids(ids: np.ndarray, index: ShardIndex, where: Path) -> None:
@@ -164,7 +176,8 @@ def check_ids(ids: np.ndarray, index: ShardIndex, where: Path) -> None:
     size = index.vocab_size
     if len(ids) and not (CONTEXT - size < int(ids.min()) and int(ids.max()) < size):
         raise InputError(
-            f"{where}: holds the ids {ids.min()} to {ids.max()}, but the tokenizer has 0 to {size - 1}; prepare "
+            f"{where}: holds the ids {ids.min()} to {ids.max()}, but the tokenizer has 0 to "
+            f"{size - 1}; prepare "
             "the text again, in another place"
         )
 

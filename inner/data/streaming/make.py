@@ -52,7 +52,11 @@ def new_index(config: DataConfig, identity: str) -> ShardIndex:
 
 
 def make_shards(
-    config: DataConfig, index: ShardIndex, number: int, processes: int, report: Callable[[float | None], None]
+    config: DataConfig,
+    index: ShardIndex,
+    number: int,
+    processes: int,
+    report: Callable[[float | None], None],
 ) -> Iterator[MadeShard]:
     """Make shard `number` and all later ones, to the end of the text. `number` is in the index, or
     the first that is not.
@@ -75,7 +79,9 @@ def make_shards(
     tokenizer = config.tokenizer_choice
     with (
         closing(remember(documents)) as remembered,
-        closing(tokenise_documents(remembered, tokenizer, processes, cutter.is_wanted, template)) as stream,
+        closing(
+            tokenise_documents(remembered, tokenizer, processes, cutter.is_wanted, template)
+        ) as stream,
     ):
         for document_number, encoded in enumerate(stream, start=cutter.begin.document):
             cutter.add(encoded, document_number, places.popleft())
@@ -91,7 +97,11 @@ def make_shards(
 def _documents(config: DataConfig, index: ShardIndex, begin: Begin) -> Iterator[Document]:
     documents = read_from(build_source(config), begin.document, begin.place)
     is_open = index.heldout is None or index.heldout.is_end
-    return hold_out_an_end(documents, config.heldout_fraction) if is_open and config.format == "text" else documents
+    return (
+        hold_out_an_end(documents, config.heldout_fraction)
+        if is_open and config.format == "text"
+        else documents
+    )
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,11 @@ class _Cutter:
 
     def add(self, encoded: EncodedDocument, number: int, place: Place | None) -> None:
         """Add a document after the others."""
-        fitted = self._fit(encoded.ids) if self._config.format == "chat" else Fitted(encoded.ids, False, 1.0)
+        fitted = (
+            self._fit(encoded.ids)
+            if self._config.format == "chat"
+            else Fitted(encoded.ids, False, 1.0)
+        )
         if self._is_heldout(encoded.document):
             if self._heldout is None and len(fitted.coded):
                 self._hold_out(encoded, fitted)
@@ -168,7 +182,9 @@ class _Cutter:
         fitted = fit(ids, self._config.seq_len)
         if len(ids):
             is_left = len(fitted.coded) > 0
-            self.counts += ShardCounts(train_documents=is_left, unlearned=not is_left, cut=is_left and fitted.is_cut)
+            self.counts += ShardCounts(
+                train_documents=is_left, unlearned=not is_left, cut=is_left and fitted.is_cut
+            )
         return fitted
 
     def _train_on(self, ids: np.ndarray, number: int, where: Place | None) -> None:
@@ -207,13 +223,17 @@ class _Cutter:
     def _close_heldout(self) -> None:
         if not self._heldout_bytes or not self._num_ids:
             raise InputError(
-                f"data.source={self._config.source}: {self._num_ids} tokens to train on and {self._num_heldout} held "
-                f"out with data.heldout_fraction={self._config.heldout_fraction}; both are needed: give more "
+                f"data.source={self._config.source}: {self._num_ids} tokens to train on and "
+                f"{self._num_heldout} held "
+                f"out with data.heldout_fraction={self._config.heldout_fraction}; both are needed: "
+                "give more "
                 f"text, or {'raise' if self._num_ids else 'lower'} data.heldout_fraction"
             )
         ids = np.concatenate(self._heldout_ids)
         sha256 = sha256_of(ids.data)
-        self._heldout = Heldout(tokens=len(ids), text_bytes=self._heldout_bytes, sha256=sha256, is_end=self._is_end)
+        self._heldout = Heldout(
+            tokens=len(ids), text_bytes=self._heldout_bytes, sha256=sha256, is_end=self._is_end
+        )
 
     def _take(self, size: int) -> MadeShard:
         """Cut off the first `size` ids as a shard, with a copy of the id after them."""
@@ -232,7 +252,9 @@ class _Cutter:
         self._num_ids -= size
         ids = np.concatenate(parts)
         record = Shard(tokens=len(ids), sha256=sha256_of(ids.data), begin=begin)
-        heldout_ids = np.concatenate(self._heldout_ids) if self._number == 0 and self._heldout_ids else None
+        heldout_ids = (
+            np.concatenate(self._heldout_ids) if self._number == 0 and self._heldout_ids else None
+        )
         self._number += 1
         made = Made(record=record, following=following, heldout=self._heldout)
         return MadeShard(self._number - 1, made, ids, heldout_ids)

@@ -8,7 +8,15 @@ import numpy as np
 
 from inner.config import DataConfig
 from inner.data.chat.coding import count_learned
-from inner.data.corpus import SHARDS, TOKENS, Corpus, Text, open_prepared, open_tokens, text_identity
+from inner.data.corpus import (
+    SHARDS,
+    TOKENS,
+    Corpus,
+    Text,
+    open_prepared,
+    open_tokens,
+    text_identity,
+)
 from inner.data.prepare import explain_write_errors
 from inner.data.streaming.cache import ShardCache
 from inner.data.streaming.index import FORMAT, HELDOUT, ShardIndex, check_ids
@@ -89,14 +97,18 @@ def _open_shards(
     supply = build_supply(source, cache, options)
     supply.begin()
     if not supply.index.shards:
-        raise InputError(f"data.source={source.source}: the text {source.paths} is empty; give more text")
+        raise InputError(
+            f"data.source={source.source}: the text {source.paths} is empty; give more text"
+        )
     is_shuffled_whole = source.order == "global"
     reader = ShardReader(supply, cache, options.ahead, is_shuffled_whole=is_shuffled_whole)
     try:
         _check(source, supply.index, tokenizer)
         at_once = len(supply.index.shards) if is_shuffled_whole else NUM_IN_USE + options.ahead + 1
         size = (supply.index.shard_tokens + 1) * supply.index.item_bytes
-        cache.require_room(at_once * of * size, f"reading {of} sources in shards of {size / 1e6:.3g} MB")
+        cache.require_room(
+            at_once * of * size, f"reading {of} sources in shards of {size / 1e6:.3g} MB"
+        )
         if is_shuffled_whole:
             for number in range(len(supply.index.shards)):
                 reader.read(number)
@@ -108,12 +120,15 @@ def _open_shards(
         raise
 
 
-def build_supply(source: DataConfig, cache: ShardCache, options: StreamOptions) -> StoreSupply | TokeniserSupply:
+def build_supply(
+    source: DataConfig, cache: ShardCache, options: StreamOptions
+) -> StoreSupply | TokeniserSupply:
     """Return the supply that fetches or makes the shards of one source. Raises InputError."""
     if source.source == SHARDS:
         if len(source.paths) != 1:
             raise InputError(
-                f"data.paths: got {source.paths}; data.source=shards reads one folder or URL that `diloco prepare "
+                f"data.paths: got {source.paths}; data.source=shards reads one folder or URL that "
+                "`diloco prepare "
                 "--into` has written; for several, use a data.mixture"
             )
         return StoreSupply(Store(source.paths[0], options.patience), cache, options.patience)
@@ -130,22 +145,28 @@ def _check(source: DataConfig, index: ShardIndex, tokenizer: Tokenizer) -> None:
     where = f"data.source={source.source} {' '.join(source.paths)}"
     if (index.vocab_size, index.eos_id) != (tokenizer.vocab_size, tokenizer.eos_id):
         raise InputError(
-            f"{where}: was written with a tokenizer of {index.vocab_size} ids whose eos is {index.eos_id}, and "
-            f"data.tokenizer={source.tokenizer} has {tokenizer.vocab_size} and {tokenizer.eos_id}; name the same one"
+            f"{where}: was written with a tokenizer of {index.vocab_size} ids whose eos is "
+            f"{index.eos_id}, and "
+            f"data.tokenizer={source.tokenizer} has {tokenizer.vocab_size} and {tokenizer.eos_id}; "
+            "name the same one"
         )
     if source.order == "shards" and index.shard_tokens != source.shard_tokens:
         raise InputError(
-            f"{where}: has shards of {index.shard_tokens} tokens, but data.shard_tokens is {source.shard_tokens}, "
+            f"{where}: has shards of {index.shard_tokens} tokens, but data.shard_tokens is "
+            f"{source.shard_tokens}, "
             f"which would change the order; set data.shard_tokens={index.shard_tokens}"
         )
     if source.order == "global" and not index.is_complete:
         raise InputError(
-            f"{where}: is still being written, but data.order=global needs the whole text; set data.order=shards, or "
+            f"{where}: is still being written, but data.order=global needs the whole text; set "
+            "data.order=shards, or "
             "wait until `diloco prepare --into` has ended"
         )
 
 
-def _as_text(reader: ShardReader, supply: Supply, heldout: np.ndarray, entry: tuple[str, float]) -> Text:
+def _as_text(
+    reader: ShardReader, supply: Supply, heldout: np.ndarray, entry: tuple[str, float]
+) -> Text:
     index = supply.index
     assert index.heldout is not None, "there is a shard"
     num_bytes = index.heldout.text_bytes
@@ -155,7 +176,8 @@ def _as_text(reader: ShardReader, supply: Supply, heldout: np.ndarray, entry: tu
         learned = count_learned(heldout)
         if not learned:
             raise InputError(
-                "data.format=chat: the held-out conversations have no message of an assistant; give more rows"
+                "data.format=chat: the held-out conversations have no message of an assistant; "
+                "give more rows"
             )
         num_bytes = round(num_bytes * len(heldout) / learned)
     return Text(reader, heldout, num_bytes, *entry, is_coded=index.is_coded)

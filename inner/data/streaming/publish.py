@@ -19,7 +19,9 @@ Report = Callable[[ShardIndex, float | None], None]
 unknown."""
 
 
-def publish(config: DataConfig, identity: str, store: Store, processes: int, report: Report) -> ShardIndex:
+def publish(
+    config: DataConfig, identity: str, store: Store, processes: int, report: Report
+) -> ShardIndex:
     """Write the missing shards of one source into a store. Raises InputError.
 
     Two processes that write the same text to one place write the same files. If one replaces the
@@ -27,18 +29,22 @@ def publish(config: DataConfig, identity: str, store: Store, processes: int, rep
     """
     if config.shard_tokens % config.seq_len:
         raise InputError(
-            f"data.shard_tokens: got {config.shard_tokens}, which is not a multiple of data.seq_len {config.seq_len}; "
+            f"data.shard_tokens: got {config.shard_tokens}, which is not a multiple of "
+            f"data.seq_len {config.seq_len}; "
             "set it to a multiple"
         )
     index = store.read_index() or new_index(config, identity)
     if index.identity != identity:
         raise InputError(
-            f"{store.url}: has the shards of another text, tokenizer or data.shard_tokens (or of files that have "
+            f"{store.url}: has the shards of another text, tokenizer or data.shard_tokens (or of "
+            "files that have "
             "changed since then); give this text a place of its own, or delete the shards there"
         )
     if index.is_complete:
         return index
-    made = make_shards(config, index, len(index.shards), processes, lambda share: report(index, share))
+    made = make_shards(
+        config, index, len(index.shards), processes, lambda share: report(index, share)
+    )
     for shard in made:
         _write_shard(store, shard)
         index = index.with_shard(shard.made)
@@ -49,7 +55,9 @@ def publish(config: DataConfig, identity: str, store: Store, processes: int, rep
     return index
 
 
-def repair(config: DataConfig, index: ShardIndex, store: Store, processes: int, report: Report) -> list[str]:
+def repair(
+    config: DataConfig, index: ShardIndex, store: Store, processes: int, report: Report
+) -> list[str]:
     """Check all files of a text in a store, replace the damaged ones, and return their names."""
     mended = []
     for number in range(len(index.shards)):
@@ -59,10 +67,15 @@ def repair(config: DataConfig, index: ShardIndex, store: Store, processes: int, 
             continue
         base = index if number else index.model_copy(update=NOTHING_YET)
         shard = next(make_shards(config, base, number, processes, lambda share: None))
-        if shard.made.record.sha256 != index.shards[number].sha256 or shard.made.heldout != index.heldout:
+        if (
+            shard.made.record.sha256 != index.shards[number].sha256
+            or shard.made.heldout != index.heldout
+        ):
             raise InputError(
-                f"{store.url}/{shard_name(number)}: is damaged, and data.source={config.source} gives another text; "
-                "give it the text that was prepared, or prepare the whole text again in another place"
+                f"{store.url}/{shard_name(number)}: is damaged, and data.source={config.source} "
+                "gives another text; "
+                "give it the text that was prepared, or prepare the whole text again in another "
+                "place"
             )
         _write_shard(store, shard)
         mended += names

@@ -33,7 +33,9 @@ class ShardReader:
     read, then expected shards.
     """
 
-    def __init__(self, supply: Supply, cache: ShardCache, ahead: int, *, is_shuffled_whole: bool = False) -> None:
+    def __init__(
+        self, supply: Supply, cache: ShardCache, ahead: int, *, is_shuffled_whole: bool = False
+    ) -> None:
         self._supply = supply
         self._cache = cache
         self._ahead = ahead
@@ -65,7 +67,8 @@ class ShardReader:
         index = self._supply.index
         if index.shard_tokens % seq_len:
             raise InputError(
-                f"data.seq_len: got {seq_len}; shards of {index.shard_tokens} tokens are no whole number of sequences"
+                f"data.seq_len: got {seq_len}; shards of {index.shard_tokens} tokens are no whole "
+                "number of sequences"
             )
         return StreamedSequences(self, seq_len, seed, is_shuffled_whole=self._is_shuffled_whole)
 
@@ -162,12 +165,16 @@ class ShardReader:
                 return None
             path = self._supply.folder / shard_name(number)
             # Another process may have deleted the file since it was brought.
-            if (shard := self._cache.open(path, index.dtype, index.shards[number].sha256)) is not None:
+            if (
+                shard := self._cache.open(path, index.dtype, index.shards[number].sha256)
+            ) is not None:
                 check_ids(shard.ids, index, path)
                 return shard
         raise InputError(
-            f"{self._supply.folder}: shard {number} was written {NUM_TRIES} times, and each time deleted or damaged "
-            "before it could be read; check the disk, raise island.shards.cache_gb, or give each island an "
+            f"{self._supply.folder}: shard {number} was written {NUM_TRIES} times, and each time "
+            "deleted or damaged "
+            "before it could be read; check the disk, raise island.shards.cache_gb, or give each "
+            "island an "
             "island.cache_dir of its own"
         )
 
@@ -181,7 +188,9 @@ class ShardReader:
         elif shard is None:
             self._not_ahead.add(number)
             if failure is not None:
-                log.warning("shard %d could not be fetched or tokenised ahead of time: %s", number, failure)
+                log.warning(
+                    "shard %d could not be fetched or tokenised ahead of time: %s", number, failure
+                )
         self._drop_oldest()
         self._changed.notify_all()
 
@@ -202,12 +211,16 @@ class StreamedSequences:
     inner/data/mixture.py.
     """
 
-    def __init__(self, reader: ShardReader, seq_len: int, seed: int, *, is_shuffled_whole: bool) -> None:
+    def __init__(
+        self, reader: ShardReader, seq_len: int, seed: int, *, is_shuffled_whole: bool
+    ) -> None:
         self._reader = reader
         self._seq_len = seq_len
         self._per_shard = reader.shard_tokens // seq_len
         self._by_shards = ShardOrder(self, seed, self._per_shard)
-        self.order: OneOrder = SequenceOrder(self.number or 1, seed) if is_shuffled_whole else self._by_shards
+        self.order: OneOrder = (
+            SequenceOrder(self.number or 1, seed) if is_shuffled_whole else self._by_shards
+        )
 
     @property
     def number(self) -> int | None:
@@ -226,7 +239,9 @@ class StreamedSequences:
         self._reader.expect(
             shard
             for first, last in ends
-            for shard in range(self._by_shards.shard_of(first, number), self._by_shards.shard_of(last, number) + 1)
+            for shard in range(
+                self._by_shards.shard_of(first, number), self._by_shards.shard_of(last, number) + 1
+            )
         )
 
     def count_through(self, shard: int) -> tuple[int, bool]:

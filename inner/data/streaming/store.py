@@ -42,7 +42,11 @@ class Store:
 
     @property
     def _is_local(self) -> bool:
-        return "file" in (self._files.protocol if isinstance(self._files.protocol, tuple) else (self._files.protocol,))
+        return "file" in (
+            self._files.protocol
+            if isinstance(self._files.protocol, tuple)
+            else (self._files.protocol,)
+        )
 
     def read_index(self) -> ShardIndex | None:
         """Return the index of the text in the store; None if there is none. Raises InputError if it
@@ -63,7 +67,9 @@ class Store:
             except FileNotFoundError:
                 return None
             except Exception as error:
-                if "InvalidRange" in str(error) or "416" in str(error):  # the file ends before `start`
+                if "InvalidRange" in str(error) or "416" in str(
+                    error
+                ):  # the file ends before `start`
                     return b""
                 raise
 
@@ -103,15 +109,18 @@ class Store:
                 return call_in_time(request, REQUEST_SECONDS)
             except PermissionError as error:
                 raise InputError(
-                    f"{self.url}/{name}: this island may not use it ({summarise(error)}); give it the store's keys"
+                    f"{self.url}/{name}: this island may not use it ({summarise(error)}); give it "
+                    "the store's keys"
                 ) from error
             except Exception as error:
                 silent = time.monotonic() - began
                 if silent + pause > self._patience:
                     raise InputError(
                         f"{self.url}/{name}: the store has not answered for {silent:.0f} s "
-                        f"(island.shards.store_seconds: {self._patience:g}): {summarise(error)}; check that it "
-                        "exists and may be used, and start the island again: it continues from its checkpoint"
+                        f"(island.shards.store_seconds: {self._patience:g}): {summarise(error)}; "
+                        "check that it "
+                        "exists and may be used, and start the island again: it continues from its "
+                        "checkpoint"
                     ) from error
                 if silent - said_at >= SAY_EVERY_SECONDS:
                     said_at = silent

@@ -101,7 +101,11 @@ class StoreSupply:
         assert heldout is not None, "the held-out text must be written before the first shard"
         size = heldout.tokens * self.index.item_bytes
         for _ in range(NUM_TRIES):
-            data = path.read_bytes() if path.exists() else self._store.read(HELDOUT, 0, size + 1) or b""
+            data = (
+                path.read_bytes()
+                if path.exists()
+                else self._store.read(HELDOUT, 0, size + 1) or b""
+            )
             if len(data) == size and sha256_of(data) == heldout.sha256:
                 write_atomically(path, data)
                 return np.frombuffer(data, self.index.dtype)
@@ -127,8 +131,10 @@ class StoreSupply:
             if self._index.extends(found):
                 return False  # An older copy, which a store of several machines may return.
             raise InputError(
-                f"{self._store.url}: its index does not continue the index that it had before; somebody has written "
-                "another text there: give each text a place of its own, and restart the run, from a checkpoint or not"
+                f"{self._store.url}: its index does not continue the index that it had before; "
+                "somebody has written "
+                "another text there: give each text a place of its own, and restart the run, from "
+                "a checkpoint or not"
             )
         if not found.shards and not found.is_complete:
             return False
@@ -139,9 +145,14 @@ class StoreSupply:
     def _wait(self, number: int) -> None:
         waited = time.monotonic() - self._grown_at
         if waited > self._patience:
-            has = "no index.json" if self._index is None else f"only {len(self._index.shards)} shards, unfinished,"
+            has = (
+                "no index.json"
+                if self._index is None
+                else f"only {len(self._index.shards)} shards, unfinished,"
+            )
             raise InputError(
-                f"{self._store.url}: it has had {has} for {waited:.0f} s (island.shards.store_seconds: "
+                f"{self._store.url}: it has had {has} for {waited:.0f} s "
+                "(island.shards.store_seconds: "
                 f"{self._patience:g}), but shard {number} is needed; make sure that `diloco "
                 "prepare --into` runs, and start the island again"
             )
@@ -153,16 +164,23 @@ class StoreSupply:
         size = record.tokens * self.index.item_bytes
         for attempt in range(NUM_TRIES):
             with self._cache.place(path, size) as place:
-                if self._store.download(name, size, place.path) and sha256_of(place.path.read_bytes()) == record.sha256:
+                if (
+                    self._store.download(name, size, place.path)
+                    and sha256_of(place.path.read_bytes()) == record.sha256
+                ):
                     place.keep()
                     return
-            log.warning("%s/%s: does not agree with its index (try %d)", self._store.url, name, attempt + 1)
+            log.warning(
+                "%s/%s: does not agree with its index (try %d)", self._store.url, name, attempt + 1
+            )
             time.sleep(POLL_SECONDS)
         raise self._damage(name)
 
     def _damage(self, name: str) -> InputError:
         return InputError(
-            f"{self._store.url}/{name}: it is missing or damaged: after {NUM_TRIES} tries its SHA-256 still differs "
-            f"from the index; delete it and write it again with `diloco prepare CONFIG --into {self._store.url} "
+            f"{self._store.url}/{name}: it is missing or damaged: after {NUM_TRIES} tries its "
+            "SHA-256 still differs "
+            "from the index; delete it and write it again with `diloco prepare CONFIG --into "
+            f"{self._store.url} "
             "--repair`"
         )

@@ -21,7 +21,15 @@ import numpy as np
 from inner.config import DataConfig
 from inner.data.lock import KeepAlive, hold_lock
 from inner.data.streaming.cache import ShardCache
-from inner.data.streaming.index import HELDOUT, INDEX, Made, ShardIndex, parse_index, sha256_of, shard_name
+from inner.data.streaming.index import (
+    HELDOUT,
+    INDEX,
+    Made,
+    ShardIndex,
+    parse_index,
+    sha256_of,
+    shard_name,
+)
 from inner.data.streaming.make import new_index
 from inner.errors import InputError
 from inner.files import write_atomically
@@ -43,7 +51,9 @@ one, whose tokeniser is already at the right place in the text."""
 class TokeniserSupply:
     """Makes the shards of one source. `command` starts a process that runs `serve` of worker.py."""
 
-    def __init__(self, config: DataConfig, identity: str, cache: ShardCache, command: Sequence[str]) -> None:
+    def __init__(
+        self, config: DataConfig, identity: str, cache: ShardCache, command: Sequence[str]
+    ) -> None:
         self._config = config
         self._cache = cache
         self._command = command
@@ -68,7 +78,9 @@ class TokeniserSupply:
         while True:
             self._index = self._read_index() or self._index
             is_made = number < len(self._index.shards)
-            if (is_made and (self._folder / shard_name(number)).exists()) or (not is_made and self._index.is_complete):
+            if (is_made and (self._folder / shard_name(number)).exists()) or (
+                not is_made and self._index.is_complete
+            ):
                 return
             self._approach(number if is_made else len(self._index.shards))
 
@@ -85,7 +97,8 @@ class TokeniserSupply:
         data = path.read_bytes() if path.exists() else b""
         if sha256_of(data) != heldout.sha256:
             raise InputError(
-                f"{path}: is damaged; delete {self._folder} and start the island again: it makes the text again"
+                f"{path}: is damaged; delete {self._folder} and start the island again: it makes "
+                "the text again"
             )
         return np.frombuffer(data, self._index.dtype)
 
@@ -137,8 +150,10 @@ class TokeniserSupply:
         record = made.record
         if number < len(self._index.shards) and record.sha256 != self._index.shards[number].sha256:
             raise InputError(
-                f"data: shard {number} of the text differs from the shard that was made first: the text or the "
-                f"tokenizer has changed; give the run the text that it began with, or delete {self._folder} and "
+                f"data: shard {number} of the text differs from the shard that was made first: the "
+                "text or the "
+                "tokenizer has changed; give the run the text that it began with, or delete "
+                f"{self._folder} and "
                 "begin a new run"
             )
         with self._cache.place(path, record.tokens * self._index.item_bytes) as place:
@@ -155,11 +170,17 @@ class TokeniserSupply:
 class _Worker:
     """The process that tokenises from shard `number` on. It ends with this process."""
 
-    def __init__(self, command: Sequence[str], config: DataConfig, index: ShardIndex, number: int) -> None:
+    def __init__(
+        self, command: Sequence[str], config: DataConfig, index: ShardIndex, number: int
+    ) -> None:
         self.number = number
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._unread = b""
-        task = {"config": config.model_dump(mode="json"), "index": index.model_dump(mode="json"), "number": number}
+        task = {
+            "config": config.model_dump(mode="json"),
+            "index": index.model_dump(mode="json"),
+            "number": number,
+        }
         self._say(task)
 
     def make(self, keep_alive: KeepAlive) -> Made | None:
@@ -215,7 +236,8 @@ class _Worker:
             while b"\n" not in self._unread:
                 if not selector.select(SILENT_SECONDS):
                     raise InputError(
-                        f"the tokeniser process has shown no sign of life for {SILENT_SECONDS:g} s; check "
+                        f"the tokeniser process has shown no sign of life for {SILENT_SECONDS:g} "
+                        "s; check "
                         "the source of its text"
                     )
                 piece = os.read(self._process.stdout.fileno(), 1 << 16)
@@ -232,6 +254,7 @@ class _Worker:
     def _died(self) -> InputError:
         code = self._process.wait()
         return InputError(
-            f"the tokeniser process has died (exit code {code}), perhaps for lack of memory; its output is in "
+            f"the tokeniser process has died (exit code {code}), perhaps for lack of memory; its "
+            "output is in "
             "the log above; start the island again: finished shards stay"
         )

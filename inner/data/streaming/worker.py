@@ -1,7 +1,8 @@
 """The process that tokenises ahead of training. It speaks JSON over its standard input and output.
 
 its task            {"config": ..., "index": ..., "number": first shard}
-{"ask": "make"}     -> {"alive": true} now and then, {"made": entries of the index} or {"made": null} at the end
+{"ask": "make"}     -> {"alive": true} now and then, {"made": entries of the index} or {"made":
+                    null} at the end
 {"ask": "write"}    -> {"written": true} once the shard is in the file that the request names
 any request         -> {"error": text} if the text is broken; then the process ends
 """
@@ -54,7 +55,9 @@ def serve(processes: int) -> None:
         pass  # The island has ended.
 
 
-def _answer_all(asks: Iterable[str], shards: Iterator[MadeShard], answer: Callable[[Mapping[str, Any]], None]) -> None:
+def _answer_all(
+    asks: Iterable[str], shards: Iterator[MadeShard], answer: Callable[[Mapping[str, Any]], None]
+) -> None:
     made: MadeShard | None = None
     for line in asks:
         ask = json.loads(line)

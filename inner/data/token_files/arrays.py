@@ -1,4 +1,6 @@
-"""Plain arrays of token ids in .npy files: with numpy's header, or without one as OLMo's tools write them."""
+"""Plain arrays of token ids in .npy files: with numpy's header, or without one as OLMo's tools
+write them.
+"""
 
 import logging
 from pathlib import Path
@@ -29,7 +31,11 @@ def open_array(path: Path, vocab_size: int) -> TokenFile:
     """
     with path.open("rb") as file:
         has_header = file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC
-    tokens = _open_saved(path) if has_header else map_ids(path, np.dtype(TYPES[find_width(path, vocab_size)]))
+    tokens = (
+        _open_saved(path)
+        if has_header
+        else map_ids(path, np.dtype(TYPES[find_width(path, vocab_size)]))
+    )
     return TokenFile(path, tokens, np.array([len(tokens)], np.int64), knows_documents=False)
 
 
@@ -48,7 +54,8 @@ def find_width(path: Path, vocab_size: int) -> int:
         width = 2
     if width != expected:
         log.warning(
-            "%s: its content shows that its ids have %d bytes, and not %d as the tokenizer with %d ids suggests; a "
+            "%s: its content shows that its ids have %d bytes, and not %d as the tokenizer with %d "
+            "ids suggests; a "
             "file of numpy.save records its type",
             path, width, expected, vocab_size,
         )  # fmt: skip
@@ -61,8 +68,14 @@ def _is_half_empty(ids: np.ndarray) -> bool:
 
 
 def _open_saved(path: Path) -> np.ndarray:
-    with refused(f"data.paths: {path}: numpy cannot map it", "write the file again, or name others"):
+    with refused(
+        f"data.paths: {path}: numpy cannot map it", "write the file again, or name others"
+    ):
         tokens = np.lib.format.open_memmap(path, mode="r")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
-        refuse(path, f"it holds {tokens.dtype} of shape {tokens.shape}, but ids must be a 1-D array of integers")
+        refuse(
+            path,
+            f"it holds {tokens.dtype} of shape {tokens.shape}, but ids must be a 1-D array of "
+            "integers",
+        )
     return tokens

@@ -1,4 +1,6 @@
-"""Token files of datatrove and nanotron: NAME.ds has the ids, NAME.ds.index the end of each document, uint64."""
+"""Token files of datatrove and nanotron: NAME.ds has the ids, NAME.ds.index the end of each
+document, uint64.
+"""
 
 from pathlib import Path
 
@@ -20,5 +22,8 @@ def open_datatrove(path: Path) -> TokenFile:
     check_ends(index, ends, int(ends[-1]))
     width = path.stat().st_size // max(int(ends[-1]), 1)
     if width not in TYPES:
-        refuse(path, f"it has {path.stat().st_size} bytes for {ends[-1]} ids, but an id has 2 or 4 bytes")
+        refuse(
+            path,
+            f"it has {path.stat().st_size} bytes for {ends[-1]} ids, but an id has 2 or 4 bytes",
+        )
     return TokenFile(path, map_ids(path, np.dtype(TYPES[width]), int(ends[-1])), ends)

@@ -28,14 +28,17 @@ def open_token_files(paths: Sequence[str], vocab_size: int) -> list[TokenFile]:
     }
     if not paths:
         raise InputError(
-            "data.source=tokens needs data.paths, got none; name .bin, .ds or .npy files, or folders of them"
+            "data.source=tokens needs data.paths, got none; name .bin, .ds or .npy files, or "
+            "folders of them"
         )
     found, _ = distinct(file for entry in paths for file in find_files(entry))
     opened = [_open(path, formats[path.suffix]) for _, path in found if path.suffix in formats]
     if not opened:
         raise InputError(
-            f"data.paths {list(paths)}: none of the {len(found)} files found is a token file; data.source=tokens reads "
-            ".bin with .idx (Megatron), .ds with .ds.index (datatrove) and .npy; for text set data.source=files"
+            f"data.paths {list(paths)}: none of the {len(found)} files found is a token file; "
+            "data.source=tokens reads "
+            ".bin with .idx (Megatron), .ds with .ds.index (datatrove) and .npy; for text set "
+            "data.source=files"
         )
     return opened
 
@@ -69,7 +72,8 @@ class CheckedTokens:
         ids = self._tokens[index]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
             raise InputError(
-                f"data.source=tokens: a token file holds the id {int(ids.max())}, but data.tokenizer has the ids 0 to "
+                f"data.source=tokens: a token file holds the id {int(ids.max())}, but "
+                "data.tokenizer has the ids 0 to "
                 f"{self._vocab_size - 1}: name the tokenizer with which the files were written"
             )
         return ids

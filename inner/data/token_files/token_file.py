@@ -37,7 +37,9 @@ def map_ids(path: Path, dtype: np.dtype, num_tokens: int | None = None) -> np.nd
     size = path.stat().st_size
     expected = size // dtype.itemsize if num_tokens is None else num_tokens
     if size != expected * dtype.itemsize or not expected:
-        refuse(path, f"it has {size} bytes, but {expected} ids of {dtype.itemsize} bytes are expected")
+        refuse(
+            path, f"it has {size} bytes, but {expected} ids of {dtype.itemsize} bytes are expected"
+        )
     return np.memmap(path, dtype=dtype, mode="r", shape=(expected,))
 
 

@@ -19,7 +19,9 @@ SHOWN = 8
 MOST_BYTES = 1 << 26
 
 
-def choose_eos(ids: Mapping[str, int], config: Mapping[str, object], eos: str | None, name: str) -> tuple[str, str]:
+def choose_eos(
+    ids: Mapping[str, int], config: Mapping[str, object], eos: str | None, name: str
+) -> tuple[str, str]:
     """Return the token that ends a document, and where that choice comes from. Raises InputError if
     there is no such token.
     """
@@ -32,7 +34,8 @@ def choose_eos(ids: Mapping[str, int], config: Mapping[str, object], eos: str | 
         if each in ids:
             return each, "by its name"
     raise InputError(
-        f"data.tokenizer {name!r} has no end-of-text token; needs one of {', '.join(EOS_NAMES)}, or eos_token in a "
+        f"data.tokenizer {name!r} has no end-of-text token; needs one of {', '.join(EOS_NAMES)}, "
+        "or eos_token in a "
         f"{TOKENIZER_CONFIG} beside it; name one of its tokens by data.eos{_special_names(ids)}"
     )
 
@@ -43,7 +46,8 @@ def known_id(ids: Mapping[str, int], token: str, source: str, name: str) -> int:
     """
     if token not in ids:
         raise InputError(
-            f"{source} names {token!r}, which is not a token of data.tokenizer {name!r}; name one of its tokens by "
+            f"{source} names {token!r}, which is not a token of data.tokenizer {name!r}; name one "
+            "of its tokens by "
             f"{'data.bos' if source == 'data.bos' else 'data.eos'}{_special_names(ids)}"
         )
     return ids[token]
@@ -72,7 +76,9 @@ def read_beside(folder: Path) -> dict[str, object]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({summarise(error)}); copy it again") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path}: got a JSON {type(values).__name__}, need an object; copy it again")
+        raise InputError(
+            f"{path}: got a JSON {type(values).__name__}, need an object; copy it again"
+        )
     return values
 
 
@@ -90,10 +96,13 @@ def read_from_hub(name: str) -> dict[str, object]:
             require_on_hub("model", name, "check the network")
             cached = huggingface_hub.hf_hub_download(name, TOKENIZER_CONFIG)
         except Exception as error:  # noqa: BLE001 - the hub's HTTP library has errors of its own
-            if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            if isinstance(error, EntryNotFoundError) and not isinstance(
+                error, LocalEntryNotFoundError
+            ):
                 return {}  # The hub has answered that it has no such file.
             log.warning(
-                "data.tokenizer %s: its %s cannot be read (%s), so eos is chosen by its name; to be sure, set data.eos",
+                "data.tokenizer %s: its %s cannot be read (%s), so eos is chosen by its name; to "
+                "be sure, set data.eos",
                 name, TOKENIZER_CONFIG, summarise(error),
             )  # fmt: skip
     return read_beside(Path(cached).parent) if isinstance(cached, str) else {}
@@ -103,5 +112,7 @@ def _special_names(ids: Mapping[str, int]) -> str:
     """Return a text with some tokens that look like special tokens, to be put at the end of a
     sentence.
     """
-    names = sorted(token for token in ids if len(token) > 2 and token[0] in "<[" and token[-1] in ">]")
+    names = sorted(
+        token for token in ids if len(token) > 2 and token[0] in "<[" and token[-1] in ">]"
+    )
     return f", such as {', '.join(names[:SHOWN])}" if names else ""

@@ -58,7 +58,10 @@ class LibraryTokenizer:
         clean = _without_surrogates(text)
         # encode_batch_fast computes no offsets and takes a quarter less time than encode(); larger
         # batches are slower.
-        with refused(f"data.tokenizer: {self._name!r} cannot encode a text of {len(clean)} characters", FILE_CURE):
+        with refused(
+            f"data.tokenizer: {self._name!r} cannot encode a text of {len(clean)} characters",
+            FILE_CURE,
+        ):
             (encoding,) = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
@@ -72,7 +75,9 @@ class LibraryTokenizer:
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
         clean = [(_without_surrogates(text), is_marker) for text, is_marker in pieces]
         length = sum(len(text) for text, _ in clean)
-        with refused(f"data.tokenizer: {self._name!r} cannot encode a text of {length} characters", FILE_CURE):
+        with refused(
+            f"data.tokenizer: {self._name!r} cannot encode a text of {length} characters", FILE_CURE
+        ):
             self._marked = self._marked or MarkedText(self._tokenizer)
             return self._marked.encode(clean)
 

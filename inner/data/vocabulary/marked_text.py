@@ -22,7 +22,10 @@ class MarkedText:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
-        self._known = {token.content: (number, token) for number, token in tokenizer.get_added_tokens_decoder().items()}
+        self._known = {
+            token.content: (number, token)
+            for number, token in tokenizer.get_added_tokens_decoder().items()
+        }
         self._stand_ins: dict[str, str] = {}
         self._marker_ids: dict[int, int] = {}
         """Id of each marker, by the id of its stand-in."""
@@ -34,7 +37,10 @@ class MarkedText:
         A token belongs to the piece in which it begins. A marker without a token of its own is
         encoded as text.
         """
-        texts = [self._stand_in(text) if is_marker else text.replace(BORDER, "\ufffd") for text, is_marker in pieces]
+        texts = [
+            self._stand_in(text) if is_marker else text.replace(BORDER, "\ufffd")
+            for text, is_marker in pieces
+        ]
         (encoding,) = self._tokenizer.encode_batch(["".join(texts)], add_special_tokens=False)
         ids = np.array([self._marker_ids.get(each, each) for each in encoding.ids], np.uint32)
         begins = np.maximum.accumulate(np.array([begin for begin, _ in encoding.offsets], np.int64))

@@ -2,7 +2,13 @@
 torch here.
 """
 
-from inner.measure.traffic.experts import RowsOf, count_loads, count_routing, count_rows, planned_rows
+from inner.measure.traffic.experts import (
+    RowsOf,
+    count_loads,
+    count_routing,
+    count_rows,
+    planned_rows,
+)
 from inner.measure.traffic.fsdp_gathers import StageGathers, count_gathers
 from inner.measure.traffic.muon import list_exchanges
 from inner.measure.traffic.rows import ALL_RANKS, COPIES, GRADIENT_BYTES, OTHER, Tally, TrafficRow
@@ -12,7 +18,9 @@ from inner.model.block_params import block_params
 from inner.model.stage import Stage
 
 
-def expected_traffic(work: Workload, pp_rank: int = 0, rows_of: RowsOf = planned_rows) -> list[TrafficRow]:
+def expected_traffic(
+    work: Workload, pp_rank: int = 0, rows_of: RowsOf = planned_rows
+) -> list[TrafficRow]:
     """Return the traffic of a rank at pipeline coordinate `pp_rank` in the forward and backward of
     one inner step.
 
@@ -49,17 +57,23 @@ def _count_fsdp(tally: Tally, work: Workload, stage: Stage, gathers: StageGather
     num_depths = work.sizes.num_depths * stage.is_last
     groups = [(work.embedding(stage), gathers.embedding, 1), (work.ends(stage), gathers.root, 1)]
     groups += [(group, gathers.block, num_depths) for group in work.depth_groups]
-    for has_experts, num_layers in work.sizes.layer_kinds(stage.layers[: len(stage.layers) - num_depths]):
+    for has_experts, num_layers in work.sizes.layer_kinds(
+        stage.layers[: len(stage.layers) - num_depths]
+    ):
         groups += [(group, gathers.block, num_layers) for group in work.layer_groups(has_experts)]
     for group, count, times in groups:
         shard = group.shard_numel
         tally.add(group.axis, "all_gather", times * count, shard * work.itemsize(group))
-        tally.add(group.axis, "reduce_scatter", times * reduces, shard * group.num_shards * GRADIENT_BYTES)
+        tally.add(
+            group.axis, "reduce_scatter", times * reduces, shard * group.num_shards * GRADIENT_BYTES
+        )
         tally.add("dp_replicate", "all_reduce", times, shard * GRADIENT_BYTES)
 
 
 def _count_sums(tally: Tally, work: Workload, stage: Stage) -> None:
-    """Count the sums of gradients over replicas with whole weights: a call per bucket, once per step."""
+    """Count the sums of gradients over replicas with whole weights: a call per bucket, once per
+    step.
+    """
     for size in work.gradient_buckets(stage):
         tally.add(axis_of_copies(work.degrees), "all_reduce", 1, size)
 
@@ -81,7 +95,8 @@ def _count_tensor(tally: Tally, work: Workload, stage: Stage) -> None:
     piece = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     whole = work.compute_itemsize * work.sizes.dim * work.tokens
     num_depths = work.sizes.num_depths * stage.is_last
-    # At an extra depth a norm follows the last sum over the ranks, so its repetition makes this sum, too.
+    # At an extra depth a norm follows the last sum over the ranks, so its repetition makes this
+    # sum, too.
     gathers = 0
     scatters = reduces = num_depths * (work.parallel.recompute == "full")
     for has_experts, num_layers in work.layer_kinds([stage]):
@@ -91,7 +106,9 @@ def _count_tensor(tally: Tally, work: Workload, stage: Stage) -> None:
         gathers += 2 * num_layers * pairs + repeats * pairs
         # A norm of its result needs the last product, too.
         is_last_repeated = work.sizes.decoder.norms_outputs
-        scatters += 2 * num_layers * pairs + repeats * (pairs if is_last_repeated and not has_experts else 1)
+        scatters += 2 * num_layers * pairs + repeats * (
+            pairs if is_last_repeated and not has_experts else 1
+        )
         # If the stream is whole on each rank, the results of a mixture are put together by a sum.
         sums = pairs + has_experts
         reduces += 2 * num_layers * sums + repeats * (sums if is_last_repeated else sums - 1)
@@ -122,7 +139,9 @@ def _count_replicated(tally: Tally, work: Workload, stages: list[Stage]) -> None
     for has_experts, count in work.layer_kinds(stages):
         params = block_params(sizes, has_experts=has_experts)
         # Experts are divided by ep, which counts no weight twice.
-        everywhere = [param for param in params if param.is_on_all_ranks(sizes, tp) and not param.is_stacked]
+        everywhere = [
+            param for param in params if param.is_on_all_ranks(sizes, tp) and not param.is_stacked
+        ]
         # If the stream is whole on each rank, norms see the same values on all ranks and have the
         # same gradients.
         summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
@@ -175,7 +194,10 @@ def _count_pipeline(tally: Tally, work: Workload, stage: Stage) -> None:
     """
     size = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     for other in (stage.index + 1, stage.index - 1):
-        if 0 <= other < len(work.stages) and work.stage_ranks[other] != work.stage_ranks[stage.index]:
+        if (
+            0 <= other < len(work.stages)
+            and work.stage_ranks[other] != work.stage_ranks[stage.index]
+        ):
             tally.add("pp", "send", work.num_micro_batches, size)
 
 

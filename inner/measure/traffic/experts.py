@@ -9,7 +9,9 @@ from inner.measure.workload import FP32, Workload
 from inner.model.stage import Stage
 
 COUNT_BYTES = 8
-"""Bytes of a number of rows that ranks of ep tell each other, and of a number that all ranks sum."""
+"""Bytes of a number of rows that ranks of ep tell each other, and of a number that all ranks
+sum.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ def count_rows(tally: Tally, work: Workload, stage: Stage, rows_of: RowsOf) -> N
     passes = 3 if work.parallel.recompute == "full" else 2
     row = work.compute_itemsize * work.sizes.dim
     tally.add("ep", "all_to_all", num_calls, COUNT_BYTES * work.sizes.experts.number)
-    tally.add_sent("ep", "all_to_all", 2 * passes * num_calls, passes * row * (moved.sent + moved.received))
+    tally.add_sent(
+        "ep", "all_to_all", 2 * passes * num_calls, passes * row * (moved.sent + moved.received)
+    )
 
 
 def count_loads(tally: Tally, work: Workload, stage: Stage) -> None:

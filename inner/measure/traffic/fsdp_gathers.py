@@ -11,8 +11,8 @@ from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
 
 @dataclass
 class StageGathers:
-    """Number of all-gathers in one inner step of a stage's embedding, of its root, and of each group
-    of one of its layers, see Workload.
+    """Number of all-gathers in one inner step of a stage's embedding, of its root, and of each
+    group of one of its layers, see Workload.
     """
 
     embedding: int = 0
@@ -25,8 +25,8 @@ def count_gathers(work: Workload, pp_rank: int) -> dict[int, StageGathers]:
 
     A forward or backward gathers the weights that it needs and that are not already gathered. The
     weights of a block and of the embedding are freed after their forward under ZeRO-3, after their
-    backward (in a pipeline and with ZeRO-1 only after the last backward), and when their stage is not among the
-    next to compute. The backward of the embedding needs no weights.
+    backward (in a pipeline and with ZeRO-1 only after the last backward), and when their stage is
+    not among the next to compute. The backward of the embedding needs no weights.
     """
     order = work.orders[pp_rank]
     is_pipeline = work.degrees.pp > 1

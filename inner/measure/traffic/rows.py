@@ -37,9 +37,11 @@ def sent_bytes(op: str, size: int, num_ranks: int) -> int:
     """Return the bytes that one rank sends in one call with `size` bytes of input, in a ring of
     `num_ranks`.
 
-    all_gather                            (n - 1) x size         each piece passes every link but one
+    all_gather                            (n - 1) x size         each piece passes every link but
+                                          one
     reduce_scatter, all_to_all            (n - 1) / n x size
-    all_reduce                            2 (n - 1) / n x size   a reduce-scatter, and an all-gather of its result
+    all_reduce                            2 (n - 1) / n x size   a reduce-scatter, and an all-gather
+                                          of its result
     broadcast, reduce, gather, scatter    (n - 1) / n x size     the mean over the ranks
     send                                  size
 
@@ -109,7 +111,11 @@ def _first_alike(degrees: Degrees, axis: str) -> str:
     """Return the first axis whose groups have the same ranks."""
     if axis not in AXES_OF_GROUPS:
         return axis
-    return next(each for each in AXES_OF_GROUPS if _shape_of_group(degrees, each) == _shape_of_group(degrees, axis))
+    return next(
+        each
+        for each in AXES_OF_GROUPS
+        if _shape_of_group(degrees, each) == _shape_of_group(degrees, axis)
+    )
 
 
 def _shape_of_group(degrees: Degrees, axis: str) -> tuple[int, int]:

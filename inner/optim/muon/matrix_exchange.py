@@ -105,7 +105,12 @@ def build_exchange(matrix: DTensor) -> MatrixExchange:
             continue
         dim = placement.dim if isinstance(placement, Shard | _StridedShard) else None
         axes = replicas if dim is None else shards
-        axes.insert(0, _Axis(mesh.get_group(number), size, place[number], dim, 0 if dim is None else shape[dim]))
+        axes.insert(
+            0,
+            _Axis(
+                mesh.get_group(number), size, place[number], dim, 0 if dim is None else shape[dim]
+            ),
+        )
         if dim is not None:
             shape[dim] = -(-shape[dim] // size)
     return MatrixExchange(replicas + shards, (shape[0], shape[1]))
@@ -172,5 +177,10 @@ def _like(padded: Tensor, matrix: Tensor) -> Tensor:
     if not isinstance(matrix, DTensor):
         return local
     return DTensor.from_local(
-        local, matrix.device_mesh, matrix.placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
+        local,
+        matrix.device_mesh,
+        matrix.placements,
+        run_check=False,
+        shape=matrix.shape,
+        stride=matrix.stride(),
     )

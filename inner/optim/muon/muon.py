@@ -42,7 +42,9 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype = torch.float32,
         row_beta: float | None = None,
     ) -> None:
-        """Set the options. `dtype`: dtype of the products that orthogonalise matrices, see `product_dtype`."""
+        """Set the options. `dtype`: dtype of the products that orthogonalise matrices, see
+        `product_dtype`.
+        """
         super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": momentum})
         self.dtype = dtype
         self.row_beta = row_beta
@@ -72,7 +74,9 @@ class Muon(torch.optim.Optimizer):
             updates = self._updates_of_cut(stack, directions, rows)
         else:
             updates = [
-                self._finish(newton_schulz(direction, self.dtype), None if rows is None else rows[number])
+                self._finish(
+                    newton_schulz(direction, self.dtype), None if rows is None else rows[number]
+                )
                 for number, direction in enumerate(directions)
             ]
         size = 0.2 * math.sqrt(max(stack.shape[1:]))
@@ -80,7 +84,9 @@ class Muon(torch.optim.Optimizer):
             matrix.mul_(1.0 - group["lr"] * group["weight_decay"])
             matrix.add_(update, alpha=-size * group["lr"])
 
-    def _updates_of_cut(self, stack: DTensor, directions: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
+    def _updates_of_cut(
+        self, stack: DTensor, directions: Sequence[Tensor], rows: Tensor | None
+    ) -> list[Tensor]:
         """Return the updates of experts of which each rank holds some rows. Each rank
         orthogonalises some of them whole. All ranks with rows of the same experts must call it.
         """
@@ -90,7 +96,11 @@ class Muon(torch.optim.Optimizer):
         for first in range(0, len(directions), exchange.num_ranks):
             batch = directions[first : first + exchange.num_ranks]
             whole = exchange.deal(batch)
-            kept = None if rows is None else [each[:, None] for each in rows[first : first + len(batch)]]
+            kept = (
+                None
+                if rows is None
+                else [each[:, None] for each in rows[first : first + len(batch)]]
+            )
             squares = None if kept is None else of_rows.deal(kept)[:, 0].contiguous()
             if exchange.index < len(batch):
                 whole = self._finish(newton_schulz(whole, self.dtype), squares)
@@ -101,7 +111,9 @@ class Muon(torch.optim.Optimizer):
         return updates
 
     def _finish(self, update: Tensor, rows: Tensor | None) -> Tensor:
-        """Normalise an update by rows if this is NorMuon, and move the mean squares `rows` in place."""
+        """Normalise an update by rows if this is NorMuon, and move the mean squares `rows` in
+        place.
+        """
         if rows is None or self.row_beta is None:
             return update
         even, squares = normalise_rows(update, rows, self.row_beta)
@@ -157,7 +169,12 @@ def rows_of_stack(stack: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return zeros
     shape = stack.shape[:2]
     return DTensor.from_local(
-        zeros, stack.device_mesh, stack.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+        zeros,
+        stack.device_mesh,
+        stack.placements,
+        run_check=False,
+        shape=shape,
+        stride=(shape[1], 1),
     )
 
 

@@ -19,8 +19,8 @@ EPS = 1e-8
 
 
 def product_dtype(device_type: str, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return bf16 on an accelerator that computes in it, where it is several times as fast; on a CPU
-    always fp32. The iterations are not made for the range of float16.
+    """Return bf16 on an accelerator that computes in it, where it is several times as fast; on a
+    CPU always fp32. The iterations are not made for the range of float16.
     """
     is_fast = device_type != "cpu" and compute_dtype == torch.bfloat16
     return torch.bfloat16 if is_fast else torch.float32
@@ -45,7 +45,9 @@ def orthogonalise(
     """
     first = matrices[0]
     if not isinstance(first, DTensor):
-        return [finish(index, newton_schulz(matrix, dtype)) for index, matrix in enumerate(matrices)]
+        return [
+            finish(index, newton_schulz(matrix, dtype)) for index, matrix in enumerate(matrices)
+        ]
     exchange = build_exchange(first)
     whole = exchange.deal(matrices)
     if exchange.index < len(matrices):
@@ -68,7 +70,8 @@ def normalise_rows(update_MN: Tensor, before_M: Tensor, beta: float) -> tuple[Te
     """Return NorMuon's update (2510.05491), scaled to the norm of an orthogonal matrix, and the new
     mean squares of its rows.
 
-    v <- beta v + (1 - beta) mean(O^2) by row;  O / (sqrt(v) + eps), scaled to the norm sqrt(min(M, N))
+    v <- beta v + (1 - beta) mean(O^2) by row;  O / (sqrt(v) + eps), scaled to the norm sqrt(min(M,
+    N))
     """
     rows_M = before_M.lerp(update_MN.square().mean(dim=1), 1.0 - beta)
     even_MN = update_MN / (rows_M.sqrt() + EPS)[:, None]
@@ -76,7 +79,9 @@ def normalise_rows(update_MN: Tensor, before_M: Tensor, beta: float) -> tuple[Te
 
 
 def newton_schulz(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximate the nearest matrix with orthonormal rows (or columns, if they are fewer), by products in `dtype`."""
+    """Approximate the nearest matrix with orthonormal rows (or columns, if they are fewer), by
+    products in `dtype`.
+    """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix

@@ -73,7 +73,11 @@ class GatheredGradients:
 
     def collect(self) -> Tensor:
         # gloo accepts a strided tensor but sends the wrong numbers.
-        send = zigzag_split(self._sum_2BTKE, self._group.size(), POSITIONS).movedim(POSITIONS, 0).contiguous()
+        send = (
+            zigzag_split(self._sum_2BTKE, self._group.size(), POSITIONS)
+            .movedim(POSITIONS, 0)
+            .contiguous()
+        )
         # gloo's own reduce_scatter is slower. This exchange also sums in rank order on every rank.
         received = torch.empty_like(send)
         dist.all_to_all_single(received, send, group=self._group)

@@ -52,7 +52,9 @@ class QueryBlock(NamedTuple):
     def at(self, span: slice, rows: slice = slice(None)) -> "QueryBlock":
         """Return the block at a range of positions, for all sequences or for `rows`."""
         documents_BS = None if self.documents_BS is None else self.documents_BS[rows, span]
-        output = AttentionOutput(self.output.out_BHSE[rows, :, span], self.output.lse_BHS[rows, :, span])
+        output = AttentionOutput(
+            self.output.out_BHSE[rows, :, span], self.output.lse_BHS[rows, :, span]
+        )
         return QueryBlock(self.q_BHSE[rows, :, span], documents_BS, output)
 
 
@@ -159,15 +161,23 @@ class _BlockAttention(torch.autograd.Function):
         q_BSHE, kv_2BSKE, y_BSHE, lse_BHS = ctx.saved_tensors
         packing = ctx.packing
         output = AttentionOutput(y_BSHE.transpose(1, 2), lse_BHS)
-        queries = QueryBlock(q_BSHE.transpose(1, 2), None if packing is None else packing.documents_BS, output)
+        queries = QueryBlock(
+            q_BSHE.transpose(1, 2), None if packing is None else packing.documents_BS, output
+        )
         grad_BHSE = grads[0].contiguous().transpose(1, 2)
         dq_BHSE = torch.zeros_like(queries.q_BHSE, dtype=lse_BHS.dtype)
         own_2BSKE = torch.zeros_like(kv_2BSKE, dtype=lse_BHS.dtype)
         others = ctx.exchange.gradients(own_2BSKE)
         for block in ctx.exchange.blocks(kv_2BSKE, packing):
-            here = queries.at(block.queries), grad_BHSE[:, :, block.queries], dq_BHSE[:, :, block.queries]
+            here = (
+                queries.at(block.queries),
+                grad_BHSE[:, :, block.queries],
+                dq_BHSE[:, :, block.queries],
+            )
             if ctx.rule is not None:
-                spanned = SpanBlock(block, packing, ctx.exchange.positions_at(q_BSHE.shape[1]), ctx.rule)
+                spanned = SpanBlock(
+                    block, packing, ctx.exchange.positions_at(q_BSHE.shape[1]), ctx.rule
+                )
                 dkv_2BTKE = spanned.gradients(queries, grad_BHSE, dq_BHSE)
                 if block.is_own:
                     own_2BSKE += dkv_2BTKE
@@ -200,7 +210,9 @@ class SpanBlock:
     def spans(self) -> Spans:
         positions_S = torch.from_numpy(self.positions_S[self.block.queries])
         starts_BT = None if self.packing is None else self.packing.starts_BT
-        return build_spans(positions_S, torch.from_numpy(self.keys.positions_T), starts_BT, self.rule.window)
+        return build_spans(
+            positions_S, torch.from_numpy(self.keys.positions_T), starts_BT, self.rule.window
+        )
 
     def forward(self, queries: QueryBlock) -> AttentionOutput:
         """Return the attention of the block's queries to its keys."""
@@ -253,7 +265,9 @@ def _merge(accumulated: AttentionOutput, new: AttentionOutput) -> None:
     lse_BHS.copy_(total_BHS)
 
 
-def _gradients(queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor, keys: KeyBlock, dtype: torch.dtype) -> Tensor:
+def _gradients(
+    queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor, keys: KeyBlock, dtype: torch.dtype
+) -> Tensor:
     """Add a block's contribution to `dq_BHSE`, and return its contribution to the keys' gradients,
     dkv_2BTKE in `dtype`.
 
@@ -263,7 +277,9 @@ def _gradients(queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor, keys: Ke
     for part in _visible_parts(queries, keys):
         mine = queries.at(part.queries, part.rows)
         grad = grad_BHSE[part.rows, :, part.queries]
-        dq, *dkv = dense_backward(grad, mine.q_BHSE, *part.keys_of(keys), mine.output, is_causal=False)
+        dq, *dkv = dense_backward(
+            grad, mine.q_BHSE, *part.keys_of(keys), mine.output, is_causal=False
+        )
         dq_BHSE[part.rows, :, part.queries] += dq
         dkv_2BTKE[:, part.rows, part.keys] = torch.stack(dkv).transpose(2, 3).to(dtype)
     return dkv_2BTKE
@@ -291,7 +307,9 @@ def _visible_parts(queries: QueryBlock, keys: KeyBlock) -> Iterator[_Part]:
     if queries.documents_BS is None or keys.documents_BT is None:
         yield _Part(slice(None), slice(None), slice(None))
         return
-    for row, (of_queries, of_keys) in enumerate(zip(queries.documents_BS, keys.documents_BT, strict=True)):
+    for row, (of_queries, of_keys) in enumerate(
+        zip(queries.documents_BS, keys.documents_BT, strict=True)
+    ):
         if of_queries[0] == of_keys[-1]:
             num_queries = int(np.searchsorted(of_queries, of_keys[-1], side="right"))
             first_key = int(np.searchsorted(of_keys, of_queries[0]))
@@ -307,12 +325,20 @@ def _own_attention(q_BHSE: Tensor, kv_2BSKE: Tensor, packing: Packing | None) ->
         return dense_forward(q_BHSE, k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2), is_causal=True)
     B, _, S, _ = q_BHSE.shape
     flat = [x.flatten(0, 1) for x in (q_BHSE.transpose(1, 2), k_BSKE, v_BSKE)]
-    out_MHE, lse_HM = varlen_forward(*flat, packing.bounds_N, packing.host_bounds_N, packing.longest)
-    return AttentionOutput(out_MHE.unflatten(0, (B, S)).transpose(1, 2), lse_HM.unflatten(1, (B, S)).transpose(0, 1))
+    out_MHE, lse_HM = varlen_forward(
+        *flat, packing.bounds_N, packing.host_bounds_N, packing.longest
+    )
+    return AttentionOutput(
+        out_MHE.unflatten(0, (B, S)).transpose(1, 2), lse_HM.unflatten(1, (B, S)).transpose(0, 1)
+    )
 
 
 def _own_gradients(
-    queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor, kv_2BSKE: Tensor, packing: Packing | None
+    queries: QueryBlock,
+    grad_BHSE: Tensor,
+    dq_BHSE: Tensor,
+    kv_2BSKE: Tensor,
+    packing: Packing | None,
 ) -> Tensor:
     """Like `_gradients`, but for the rank's own keys, and in their dtype."""
     k_BSKE, v_BSKE = kv_2BSKE

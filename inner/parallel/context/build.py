@@ -28,7 +28,11 @@ def rank_positions(method: ContextMethod, seq_len: int, cp: int, cp_rank: int) -
     everywhere = torch.arange(seq_len, device="cpu")
     if cp == 1:
         return everywhere
-    return everywhere.view(cp, -1)[cp_rank] if method == "ulysses" else zigzag_split(everywhere, cp, dim=0)[cp_rank]
+    return (
+        everywhere.view(cp, -1)[cp_rank]
+        if method == "ulysses"
+        else zigzag_split(everywhere, cp, dim=0)[cp_rank]
+    )
 
 
 def build_attend(method: ContextMethod, group: ProcessGroup) -> Attend:
@@ -38,7 +42,9 @@ def build_attend(method: ContextMethod, group: ProcessGroup) -> Attend:
     if method == "ulysses":
         attend = partial(ulysses_attention, group=group)
     else:
-        attend = partial(block_attention, exchange=Ring(group) if method == "ring" else AllGather(group))
+        attend = partial(
+            block_attention, exchange=Ring(group) if method == "ring" else AllGather(group)
+        )
     # torch.compile would break the graph at every exchange, and hangs in the exchange of
     # all_gather.
     return torch.compiler.disable(attend)  # pyright: ignore[reportReturnType] - of many overloads

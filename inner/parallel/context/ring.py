@@ -3,8 +3,10 @@ them in turn.
 
 In zigzag order each rank holds two chunks of the sequence. Its queries see these keys
 
-    of a lower rank     the first chunk only, because the second comes after both of this rank's chunks
-    of a higher rank    both chunks, but only from this rank's second chunk, because its first comes before both
+    of a lower rank     the first chunk only, because the second comes after both of this rank's
+                        chunks
+    of a higher rank    both chunks, but only from this rank's second chunk, because its first comes
+                        before both
 
 so in every step except the first, each rank computes the same half of a square of scores.
 """
@@ -36,8 +38,14 @@ class Ring:
         num_ranks = self._group.size()
         for number in range(num_ranks):
             source = (rank - number) % num_ranks
-            incoming = _send_to_next(kv_2BSKE, self._group) if number < num_ranks - 1 else _Incoming(kv_2BSKE, [])
-            documents_BT = None if packing is None else zigzag_piece(packing.sequences_BT, num_ranks, source)
+            incoming = (
+                _send_to_next(kv_2BSKE, self._group)
+                if number < num_ranks - 1
+                else _Incoming(kv_2BSKE, [])
+            )
+            documents_BT = (
+                None if packing is None else zigzag_piece(packing.sequences_BT, num_ranks, source)
+            )
             positions_T = zigzag_positions(kv_2BSKE.shape[2], num_ranks, source)
             yield _score_block(rank, source, KeyBlock(kv_2BSKE, documents_BT, positions_T))
             kv_2BSKE = incoming.wait()

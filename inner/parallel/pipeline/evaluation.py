@@ -15,7 +15,9 @@ from inner.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class StreamShape:
-    """Shape of the stream between stages: (micro_batch, stream_positions, dim) in the compute dtype."""
+    """Shape of the stream between stages: (micro_batch, stream_positions, dim) in the compute
+    dtype.
+    """
 
     micro_batch: int
     positions: int
@@ -81,9 +83,18 @@ class PipelineEvaluator:
 
     def _run(self, model: Transformer, micro_batches: Sequence[MicroBatch]) -> Iterator[Tensor]:
         for number, micro_batch in enumerate(micro_batches):
-            x = micro_batch.tokens_BS if model.stage.is_first else self._input(model.stage.index, number)
+            x = (
+                micro_batch.tokens_BS
+                if model.stage.is_first
+                else self._input(model.stage.index, number)
+            )
             tokens_BS = micro_batch.tokens_BS
-            yield model(x, targets_BS=micro_batch.targets_BS, packing=micro_batch.packing, tokens_BS=tokens_BS)
+            yield model(
+                x,
+                targets_BS=micro_batch.targets_BS,
+                packing=micro_batch.packing,
+                tokens_BS=tokens_BS,
+            )
 
     def _input(self, stage: int, number: int) -> Tensor:
         source = self._local.ranks[stage - 1]

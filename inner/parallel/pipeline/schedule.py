@@ -22,10 +22,21 @@ Dependency = tuple[Literal["activation", "gradient", "weights"], int, int]
 """Result of an action: kind, stage and micro-batch. Other actions depend on activations and
 gradients."""
 
-_KINDS: dict[str, PipelineOp] = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
-_MARKS: dict[PipelineOp, str] = {"forward": ">", "backward": "<", "input_backward": "<", "weight_backward": "="}
+_KINDS: dict[str, PipelineOp] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input_backward",
+    "W": "weight_backward",
+}
+_MARKS: dict[PipelineOp, str] = {
+    "forward": ">",
+    "backward": "<",
+    "input_backward": "<",
+    "weight_backward": "=",
+}
 _LEGEND = (
-    "> forward   < backward   = gradients of weights alone   . idle   0 1 2 micro-batches   a b c stages of a rank"
+    "> forward   < backward   = gradients of weights alone   . idle   0 1 2 micro-batches   "
+    "a b c stages of a rank"
 )
 
 
@@ -48,7 +59,9 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """One inner step of a pipeline, in the unit of the given durations. Lists are indexed by coordinate on `pp`."""
+    """One inner step of a pipeline, in the unit of the given durations. Lists are indexed by
+    coordinate on `pp`.
+    """
 
     timeline: list[TimedAction]
     """Actions in order of their start."""
@@ -71,7 +84,9 @@ class Simulation:
         return self.makespan * len(self.busy) / sum(self.busy) - 1
 
 
-def rank_actions(schedule: Schedule, pp: int, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
+def rank_actions(
+    schedule: Schedule, pp: int, num_stages: int, num_micro_batches: int
+) -> list[list[Action]]:
     """Return the actions of torch's schedule in order, by coordinate on `pp`. check_micro_batches()
     lists the valid numbers.
 
@@ -84,7 +99,12 @@ def rank_actions(schedule: Schedule, pp: int, num_stages: int, num_micro_batches
         return [_one_forward_one_backward(rank, pp, num_micro_batches) for rank in range(pp)]
     order = _torch_order(schedule, pp, num_stages, num_micro_batches)
     return [
-        [action for entry in order[rank] if entry is not None for action in _parse_torch_action(entry)]
+        [
+            action
+            for entry in order[rank]
+            if entry is not None
+            for action in _parse_torch_action(entry)
+        ]
         for rank in range(pp)
     ]
 
@@ -112,7 +132,9 @@ def simulate(
         needs = _dependencies(action, last=max(owner))
         if any(need not in ready_at for need in needs):
             return None
-        return max([free[rank], *(ready_at[need] + transfer * (owner[need[1]] != rank) for need in needs)])
+        return max(
+            [free[rank], *(ready_at[need] + transfer * (owner[need[1]] != rank) for need in needs)]
+        )
 
     waiting = [deque(order) for order in orders]
     while any(waiting):
@@ -120,13 +142,18 @@ def simulate(
         for rank, queue in enumerate(waiting):
             while queue and (start := start_of(rank, queue[0])) is not None:
                 action = queue.popleft()
-                free[rank] = ready_at[_result(action)] = start + durations.get(action.kind, backward / 2)
+                free[rank] = ready_at[_result(action)] = start + durations.get(
+                    action.kind, backward / 2
+                )
                 timeline.append(TimedAction(rank, start, free[rank], action))
         assert len(timeline) > num_done, (
             f"a deadlock: the ranks wait for each other: {[queue[0] for queue in waiting if queue]}"
         )
     timeline.sort(key=lambda span: (span.start, span.rank))
-    busy = [sum(span.stop - span.start for span in timeline if span.rank == rank) for rank in range(len(orders))]
+    busy = [
+        sum(span.stop - span.start for span in timeline if span.rank == rank)
+        for rank in range(len(orders))
+    ]
     return Simulation(timeline, max(free), busy, [_peak_live(order) for order in orders])
 
 
@@ -140,7 +167,9 @@ def draw(simulation: Simulation, width: int) -> str:
     """
     ranks = range(len(simulation.busy))
     heads = [f"rank {rank} |".rjust(len(f"rank {ranks[-1]} |")) for rank in ranks]
-    labels, scale = _choose_labels(simulation.timeline, max(0, width - len(heads[0]) - 1) / simulation.makespan)
+    labels, scale = _choose_labels(
+        simulation.timeline, max(0, width - len(heads[0]) - 1) / simulation.makespan
+    )
     lines = [["."] * round(simulation.makespan * scale) for _ in ranks]
     for span, label in zip(simulation.timeline, labels, strict=True):
         start = round(span.start * scale)
@@ -153,7 +182,9 @@ def draw(simulation: Simulation, width: int) -> str:
     return "\n".join([*rows, _LEGEND])
 
 
-def _torch_order(schedule: Schedule, pp: int, num_stages: int, num_micro_batches: int) -> dict[int, list[Any]]:
+def _torch_order(
+    schedule: Schedule, pp: int, num_stages: int, num_micro_batches: int
+) -> dict[int, list[Any]]:
     """Return torch's pipeline_order: the actions of each rank, with None at times at which it
     expects to wait.
     """
@@ -163,11 +194,15 @@ def _torch_order(schedule: Schedule, pp: int, num_stages: int, num_micro_batches
     # The constructors read only these fields of a stage, so neither modules nor a process group are
     # needed.
     stages = [
-        SimpleNamespace(stage_index=index, num_stages=num_stages, group_size=pp, group_rank=0, submod=None)
+        SimpleNamespace(
+            stage_index=index, num_stages=num_stages, group_size=pp, group_rank=0, submod=None
+        )
         for index, rank in enumerate(ranks_of_stages(schedule, num_stages, pp))
         if rank == 0
     ]
-    return kind(stages[0] if schedule in ONE_STAGE_PER_RANK else stages, num_micro_batches).pipeline_order
+    return kind(
+        stages[0] if schedule in ONE_STAGE_PER_RANK else stages, num_micro_batches
+    ).pipeline_order
 
 
 def _parse_torch_action(entry: Any) -> list[Action]:
@@ -193,7 +228,11 @@ def _one_forward_one_backward(rank: int, pp: int, num_micro_batches: int) -> lis
 def _result(action: Action) -> Dependency:
     if action.kind == "forward":
         return "activation", action.stage, action.micro_batch
-    return "weights" if action.kind == "weight_backward" else "gradient", action.stage, action.micro_batch
+    return (
+        "weights" if action.kind == "weight_backward" else "gradient",
+        action.stage,
+        action.micro_batch,
+    )
 
 
 def _dependencies(action: Action, last: int) -> list[Dependency]:
@@ -205,7 +244,10 @@ def _dependencies(action: Action, last: int) -> list[Dependency]:
         return [("activation", stage - 1, number)] if stage > 0 else []
     if kind == "weight_backward":
         return [("gradient", stage, number)]
-    return [("activation", stage, number), *([("gradient", stage + 1, number)] if stage < last else [])]
+    return [
+        ("activation", stage, number),
+        *([("gradient", stage + 1, number)] if stage < last else []),
+    ]
 
 
 def _peak_live(order: list[Action]) -> int:
@@ -218,7 +260,10 @@ def _choose_labels(timeline: list[TimedAction], max_scale: float) -> tuple[list[
     time, at most `max_scale`.
     """
     shortest = min(span.stop - span.start for span in timeline)
-    stages = {rank: sorted({span.action.stage for span in timeline if span.rank == rank}) for rank, *_ in timeline}
+    stages = {
+        rank: sorted({span.action.stage for span in timeline if span.rank == rank})
+        for rank, *_ in timeline
+    }
     numbers = [str(span.action.micro_batch) for span in timeline]
     letters = [_letter(stages[span.rank], span.action.stage) for span in timeline]
     both = [letter + number for letter, number in zip(letters, numbers, strict=True)]

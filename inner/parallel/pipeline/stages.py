@@ -42,8 +42,8 @@ def plan_stages(parallel: ParallelConfig, costs: LayerCosts, pp: int) -> list[St
     """Return all stages in the order of the model; each layer is in exactly one. Raises InputError
     with a cure.
 
-    The slowest stage is made as fast as possible. `costs` are those of inner/flops.py; the embedding
-    is not counted. With pp = 1 the whole model is one stage, whatever the schedule.
+    The slowest stage is made as fast as possible. `costs` are those of inner/flops.py; the
+    embedding is not counted. With pp = 1 the whole model is one stage, whatever the schedule.
 
     layers           costs  pp  stages_per_rank  head  ->
          6        all 1      2                1   0.1  3 3
@@ -89,13 +89,16 @@ def check_micro_batches(parallel: ParallelConfig, pp: int, num_micro_batches: in
     gpipe, breadth_first, zbv                       1 or more
     1f1b                                            at least pp
     dualpipev                                       at least 2 x pp
-    interleaved_1f1b, interleaved_zero_bubble       a multiple of the rounds, max(1, micro-batches // pp)
+    interleaved_1f1b, interleaved_zero_bubble       a multiple of the rounds, max(1, micro-batches
+                                                    // pp)
     """
     if pp == 1 or _can_run(parallel.schedule, pp, num_micro_batches):
         return
     raise InputError(
-        f"island.parallel.schedule: {parallel.schedule} with pp {pp} needs {_need(parallel.schedule, pp)} "
-        f"per step on each rank, got {num_micro_batches} (tokens_per_step / seq_len / micro_batch / data ranks); "
+        f"island.parallel.schedule: {parallel.schedule} with pp {pp} needs "
+        f"{_need(parallel.schedule, pp)} "
+        f"per step on each rank, got {num_micro_batches} (tokens_per_step / seq_len / micro_batch "
+        "/ data ranks); "
         f"{_micro_batch_cure(parallel.schedule, pp, num_micro_batches)}"
     )
 
@@ -108,11 +111,13 @@ def _stages_per_rank(parallel: ParallelConfig) -> int:
     if parallel.schedule in ONE_STAGE_PER_RANK and got not in (None, 1):
         raise InputError(
             f"island.parallel.stages_per_rank: {parallel.schedule} needs 1, got {got}; "
-            "set it to 1, or island.parallel.schedule to interleaved_1f1b, breadth_first or interleaved_zero_bubble"
+            "set it to 1, or island.parallel.schedule to interleaved_1f1b, breadth_first or "
+            "interleaved_zero_bubble"
         )
     if parallel.schedule in V_SHAPED and got not in (None, 2):
         raise InputError(
-            f"island.parallel.stages_per_rank: {parallel.schedule} needs 2, one on each leg of its V, got {got}; "
+            f"island.parallel.stages_per_rank: {parallel.schedule} needs 2, one on each leg of its "
+            f"V, got {got}; "
             "set it to 2, or island.parallel.schedule to interleaved_zero_bubble"
         )
     return got or (1 if parallel.schedule in ONE_STAGE_PER_RANK else 2)
@@ -122,7 +127,8 @@ def _check_num_layers(num_layers: int, num_stages: int, pp: int) -> None:
     if num_layers < num_stages:
         per_rank = num_stages // pp
         raise InputError(
-            f"model.num_layers ({num_layers}) must be at least the pipeline's stages: island.mesh.pp ({pp}) x "
+            f"model.num_layers ({num_layers}) must be at least the pipeline's stages: "
+            f"island.mesh.pp ({pp}) x "
             f"island.parallel.stages_per_rank ({per_rank}) = {num_stages}; set island.mesh.pp to "
             f"{max(1, num_layers // per_rank)} or less, or model.num_layers to {num_stages} or more"
         )
@@ -160,7 +166,9 @@ def _split_by_cost(costs: LayerCosts, num_stages: int) -> list[int]:
             for begin, (largest, squares, counts) in best.items():
                 if begin < end:
                     load = before[end] - before[begin] + head
-                    choices.append((max(largest, load), squares + load * load, [*counts, end - begin]))
+                    choices.append(
+                        (max(largest, load), squares + load * load, [*counts, end - begin])
+                    )
             extended[end] = min(choices)
         best = extended
     return best[num_layers][2]
@@ -170,11 +178,15 @@ def _check_split(counts: tuple[int, ...], num_layers: int, num_stages: int, pp: 
     where = f"island.parallel.layers_per_stage: {list(counts)}"
     if len(counts) != num_stages:
         raise InputError(
-            f"{where} names {len(counts)} stages, but island.mesh.pp ({pp}) x island.parallel.stages_per_rank "
-            f"({num_stages // pp}) = {num_stages}; name {num_stages}, or leave it out for an even split"
+            f"{where} names {len(counts)} stages, but island.mesh.pp ({pp}) x "
+            "island.parallel.stages_per_rank "
+            f"({num_stages // pp}) = {num_stages}; name {num_stages}, or leave it out for an even "
+            "split"
         )
     if min(counts) < 1:
-        raise InputError(f"{where} leaves a stage with {min(counts)} layers; every stage needs at least 1")
+        raise InputError(
+            f"{where} leaves a stage with {min(counts)} layers; every stage needs at least 1"
+        )
     if sum(counts) != num_layers:
         raise InputError(
             f"{where} adds up to {sum(counts)}, but the model has {num_layers} layers; "
@@ -205,10 +217,19 @@ def _micro_batch_cure(schedule: Schedule, pp: int, got: int) -> str:
     gives.
     """
     below = [number for number in range(1, got) if _can_run(schedule, pp, number)]
-    above = next(number for number in range(got + 1, got + 2 * pp + 1) if _can_run(schedule, pp, number))
-    tokens = " or ".join(f"{Fraction(number, got)} (for {number})" for number in [*below[-1:], above])
+    above = next(
+        number for number in range(got + 1, got + 2 * pp + 1) if _can_run(schedule, pp, number)
+    )
+    tokens = " or ".join(
+        f"{Fraction(number, got)} (for {number})" for number in [*below[-1:], above]
+    )
     # Dividing by pp makes the number of micro-batches a multiple of pp, which every schedule with
     # rounds accepts.
-    divisor = next(divisor for divisor in range(2, 2 * pp + 1) if _can_run(schedule, pp, got * divisor))
+    divisor = next(
+        divisor for divisor in range(2, 2 * pp + 1) if _can_run(schedule, pp, got * divisor)
+    )
     micro_batch = f"{divisor} (for {got * divisor})"
-    return f"multiply optimizer.tokens_per_step by {tokens}, or divide island.micro_batch by {micro_batch}"
+    return (
+        f"multiply optimizer.tokens_per_step by {tokens}, or divide island.micro_batch by "
+        f"{micro_batch}"
+    )

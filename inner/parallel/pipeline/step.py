@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.pipelining.stage import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 
 from inner.config import Schedule
 from inner.data.micro_batch import MicroBatch
@@ -42,7 +46,9 @@ class Pipeline:
         self._has_last = any(model.stage.is_last for model in local.stages)
         self._scale = torch.ones(())
         self._forward_only = PipelineEvaluator(local)
-        self._stages = stages = [_ReducingStage(model, local, copies, reduces_each) for model in local.stages]
+        self._stages = stages = [
+            _ReducingStage(model, local, copies, reduces_each) for model in local.stages
+        ]
         kind: Any = get_schedule_class(TORCH_NAMES[schedule])
         mine = stages[0] if schedule in ONE_STAGE_PER_RANK else stages
         # Losses are scaled here: otherwise torch would divide the accumulated gradients by the
@@ -103,15 +109,24 @@ class _ReducingStage(PipelineStage):
     """
 
     micro_batches: Sequence[MicroBatch]
-    """Those of the step. Documents, masks of dropout, and what extra depths predict are no arguments,
-    because the schedule could not split them."""
+    """Those of the step. Documents, masks of dropout, and what extra depths predict are no
+    arguments, because the schedule could not split them.
+    """
 
-    def __init__(self, model: Transformer, local: LocalStages, copies: ComputeCopies, reduces_each: bool) -> None:
+    def __init__(
+        self, model: Transformer, local: LocalStages, copies: ComputeCopies, reduces_each: bool
+    ) -> None:
         # Give the shapes to torch: it would otherwise infer them from a run that leaves gradients
         # behind.
         stream = local.stream
         stage = model.stage
-        hidden = torch.empty(stream.micro_batch, stream.stream_positions, stream.dim, dtype=stream.dtype, device="meta")
+        hidden = torch.empty(
+            stream.micro_batch,
+            stream.stream_positions,
+            stream.dim,
+            dtype=stream.dtype,
+            device="meta",
+        )
         tokens = torch.empty(stream.micro_batch, stream.positions, dtype=torch.int64, device="meta")
         super().__init__(
             model,
@@ -119,7 +134,9 @@ class _ReducingStage(PipelineStage):
             len(local.ranks),
             local.device,
             input_args=tokens if stage.is_first else hidden.clone().requires_grad_(),
-            output_args=(torch.empty((), device="meta") if stage.is_last else hidden).requires_grad_(),
+            output_args=(
+                torch.empty((), device="meta") if stage.is_last else hidden
+            ).requires_grad_(),
             group=local.group,
         )
         self._model = model
@@ -127,7 +144,12 @@ class _ReducingStage(PipelineStage):
         self._reduces_each = reduces_each
 
     def forward_one_chunk(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *options: Any, **more: Any
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *options: Any,
+        **more: Any,
     ) -> Any:
         """Run the forward of a micro-batch. torch calls it."""
         batch = self.micro_batches[fwd_chunk_id]
@@ -137,7 +159,10 @@ class _ReducingStage(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, args, complete, *options, **more)
 
     def backward_maybe_with_nosync(
-        self, backward_type: Literal["full", "input", "weight"], bwd_kwargs: dict[str, Any], last_backward: bool = False
+        self,
+        backward_type: Literal["full", "input", "weight"],
+        bwd_kwargs: dict[str, Any],
+        last_backward: bool = False,
     ) -> tuple[Any, Any]:
         """Run a backward, or one half of a split backward. torch calls it. Returns gradients of the
         inputs, and groups of parameters that the other half needs.
@@ -149,11 +174,15 @@ class _ReducingStage(PipelineStage):
         set_gradient_sync(self._model, over_shards=reduces, over_replicas=last_backward)
         output = bwd_kwargs["stage_output"]
         if backward_type == "full":
-            return stage_backward(output, bwd_kwargs["output_grads"], bwd_kwargs["input_values"]), None
+            return stage_backward(
+                output, bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
+            ), None
         with one_backward(self._model):
             weights = self._model.parameters()
             if backward_type == "input":
-                return stage_backward_input(output, bwd_kwargs["output_grads"], bwd_kwargs["input_values"], weights)
+                return stage_backward_input(
+                    output, bwd_kwargs["output_grads"], bwd_kwargs["input_values"], weights
+                )
             gradients = stage_backward_weight(weights, bwd_kwargs["param_groups"])
         self._copies.add_gradients()
         return gradients, None

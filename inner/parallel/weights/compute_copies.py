@@ -1,4 +1,5 @@
-"""Computation without FSDP: on a rank that alone has its weights, and on replicas with whole weights.
+"""Computation without FSDP: on a rank that alone has its weights, and on replicas with whole
+weights.
 
 The model's parameters are the fp32 masters. During computation, copies in the compute dtype replace
 them. The gradient of each copy is added to its master's gradient in fp32 as soon as it is complete.
@@ -38,19 +39,28 @@ class ComputeCopies:
     compiled code refers to it.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype, sums: ReplicaSums | None = None) -> None:
+    def __init__(
+        self, stages: Sequence[nn.Module], dtype: torch.dtype, sums: ReplicaSums | None = None
+    ) -> None:
         """Create the copies. None are needed if the masters have that dtype, for modules that
         compute in fp32, or for stages under FSDP, which casts by itself. With `sums`, the masters
         are those of replicas, all have copies, and their gradients are summed.
         """
         self._sums = sums
         self._pairs = [
-            _pair(module, name, param, param.dtype if getattr(module, "keeps_fp32", False) else dtype, sums)
+            _pair(
+                module,
+                name,
+                param,
+                param.dtype if getattr(module, "keeps_fp32", False) else dtype,
+                sums,
+            )
             for stage in stages
             if not isinstance(stage, FSDPModule)
             for module in stage.modules()
             for name, param in module.named_parameters(recurse=False)
-            if sums is not None or (param.dtype != dtype and not getattr(module, "keeps_fp32", False))
+            if sums is not None
+            or (param.dtype != dtype and not getattr(module, "keeps_fp32", False))
         ]
         cast = [pair for pair in self._pairs if pair.copy.dtype != pair.master.dtype]
         self._masters = [local_tensor(pair.master) for pair in cast]
@@ -63,13 +73,18 @@ class ComputeCopies:
             pair.module.register_parameter(pair.name, pair.copy)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for pair in self._pairs:
             pair.module.register_parameter(pair.name, pair.master)
 
     def begin_backward(self, stage: nn.Module, *, is_last: bool) -> None:
-        """Announce a backward of a stage. `is_last`: whether it is the stage's last in this step."""
+        """Announce a backward of a stage. `is_last`: whether it is the stage's last in this
+        step.
+        """
         if self._sums is not None:
             self._sums.begin_backward(stage, is_last=is_last)
 
@@ -89,7 +104,9 @@ class ComputeCopies:
             self._sums.finish()
 
 
-def _pair(module: nn.Module, name: str, master: nn.Parameter, dtype: torch.dtype, sums: ReplicaSums | None) -> _Pair:
+def _pair(
+    module: nn.Module, name: str, master: nn.Parameter, dtype: torch.dtype, sums: ReplicaSums | None
+) -> _Pair:
     add = partial(_add_gradient, master) if sums is None else partial(sums.add, master)
     values = torch.empty_like(master, dtype=dtype) if sums is None else _values_like(master, dtype)
     copy = nn.Parameter(values)
@@ -98,8 +115,8 @@ def _pair(module: nn.Module, name: str, master: nn.Parameter, dtype: torch.dtype
 
 
 def _values_like(master: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Return the memory of a copy of a replica's `master`, which is the master's own if it has the same
-    dtype. Replicas compute with plain tensors, or with DTensors of tp.
+    """Return the memory of a copy of a replica's `master`, which is the master's own if it has the
+    same dtype. Replicas compute with plain tensors, or with DTensors of tp.
     """
     values = local_tensor(master)
     if dtype != values.dtype:

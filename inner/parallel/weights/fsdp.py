@@ -36,8 +36,11 @@ def apply_fsdp(
     backward (ZeRO-3); otherwise they are kept until the backward (ZeRO-2). `expert_mesh`:
     IslandMesh.edp, if experts are spread in another way than other weights.
     """
-    # Inputs are not cast, because the RoPE table must stay fp32; the embedding sets the dtype of the stream.
-    inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Inputs are not cast, because the RoPE table must stay fp32; the embedding sets the dtype of
+    # the stream.
+    inside = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     # Only the last stage returns fp32: the fp32 output of a block would meet the next block's
     # weights in compute_dtype.
     last = replace(inside, output_dtype=torch.float32)
@@ -47,8 +50,14 @@ def apply_fsdp(
             # The dtype belongs to a group, so a router that computes in fp32 is a group of its own.
             fully_shard(mixture.router, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
         if expert_mesh is not None:
-            shard = partial(_expert_placement, num_shards=expert_mesh.size(-1), num_held=_num_held(mixture))
-            options = {"mp_policy": inside, "reshard_after_forward": reshard, "shard_placement_fn": shard}
+            shard = partial(
+                _expert_placement, num_shards=expert_mesh.size(-1), num_held=_num_held(mixture)
+            )
+            options = {
+                "mp_policy": inside,
+                "reshard_after_forward": reshard,
+                "shard_placement_fn": shard,
+            }
             fully_shard(mixture.experts, mesh=expert_mesh, **options)
     for layer in model.blocks():
         fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
@@ -63,8 +72,15 @@ def apply_fsdp(
     # The backward begins with these weights, so freeing them after the forward would only cost
     # another gather. A tied table belongs to the root, which is not freed either.
     if model.norm is not None and model.head is not None and not model.sizes.tie_embeddings:
-        fully_shard([model.norm, model.head], mesh=mesh, mp_policy=inside, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=last if model.stage.is_last else inside, reshard_after_forward=False)
+        fully_shard(
+            [model.norm, model.head], mesh=mesh, mp_policy=inside, reshard_after_forward=False
+        )
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=last if model.stage.is_last else inside,
+        reshard_after_forward=False,
+    )
     _sum_gradients(model)
 
 
@@ -78,11 +94,15 @@ def _expert_placement(param: nn.Parameter, num_shards: int, num_held: int) -> Sh
     return Shard(1) if num_shards > num_held else None
 
 
-def apply_block_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool) -> None:
+def apply_block_fsdp(
+    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool
+) -> None:
     """Do the same for a model whose blocks in `layers` are the only known modules. All other
     parameters form one group.
     """
-    inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    inside = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=inside, reshard_after_forward=False)

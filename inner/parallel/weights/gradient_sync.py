@@ -1,5 +1,5 @@
-"""Controls FSDP in a backward: over which ranks it reduces gradients, when it treats the backward as
-finished, and whether it frees weights.
+"""Controls FSDP in a backward: over which ranks it reduces gradients, when it treats the backward
+as finished, and whether it frees weights.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,9 @@ def one_backward(model: nn.Module) -> Iterator[None]:
 
 
 def set_freeing(model: nn.Module, *, after_backward: bool) -> None:
-    """Choose whether the next backward frees the weights that it has used, or keeps them gathered."""
+    """Choose whether the next backward frees the weights that it has used, or keeps them
+    gathered.
+    """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(after_backward)
 

@@ -46,7 +46,9 @@ def without_replicas(master: DTensor, values: Tensor) -> Tensor:
     return _as_dtensor(values, master, master.device_mesh["tp"], master.placements[-1:])
 
 
-def _as_dtensor(values: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
+def _as_dtensor(
+    values: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Any]
+) -> DTensor:
     """Return `values` as this rank's part of a DTensor of the shape of `whole`."""
     return DTensor.from_local(
         values, mesh, placements, run_check=False, shape=whole.shape, stride=tuple(whole.stride())
@@ -54,8 +56,8 @@ def _as_dtensor(values: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Seq
 
 
 class ReplicaSums:
-    """Sums the gradients of all stages of a rank over the ranks that hold the same weights, once per
-    step.
+    """Sums the gradients of all stages of a rank over the ranks that hold the same weights, once
+    per step.
 
     All of these ranks must make each call together, and run the same backwards.
     """
@@ -63,11 +65,13 @@ class ReplicaSums:
     def __init__(self, stages: Sequence[nn.Module], group: ProcessGroup) -> None:
         """Put the parameters of each stage into buckets. No memory is allocated here."""
         self._stages = {stage: _StageSums(stage, group) for stage in stages}
-        self._stage_of = {param: sums for stage, sums in self._stages.items() for param in stage.parameters()}
+        self._stage_of = {
+            param: sums for stage, sums in self._stages.items() for param in stage.parameters()
+        }
 
     def begin_backward(self, stage: nn.Module, *, is_last: bool) -> None:
-        """Announce a backward of a stage. In the last one of a step, buckets are sent as soon as they
-        are complete.
+        """Announce a backward of a stage. In the last one of a step, buckets are sent as soon as
+        they are complete.
         """
         self._stages[stage].is_last = is_last
 
@@ -88,7 +92,10 @@ class _StageSums:
         self.is_last = False
         groups = list(_in_order_of_backward(stage))
         sizes = [sum(local_tensor(param).nbytes for param in params) for params in groups]
-        buckets = [[param for index in indices for param in groups[index]] for indices in cut_buckets(sizes)]
+        buckets = [
+            [param for index in indices for param in groups[index]]
+            for indices in cut_buckets(sizes)
+        ]
         self._buckets = [_Bucket(params, group) for params in buckets]
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.places}
         self._num_sent = 0
@@ -101,7 +108,9 @@ class _StageSums:
 
     def finish(self) -> None:
         # Some pipeline schedules drop gradients silently.
-        assert self._num_sent == len(self._buckets), "a parameter got no gradient in the last backward of the step"
+        assert self._num_sent == len(self._buckets), (
+            "a parameter got no gradient in the last backward of the step"
+        )
         for bucket in self._buckets:
             bucket.finish()
         self._num_sent = 0
@@ -141,7 +150,10 @@ class _Bucket:
     def _allocate(self, device: torch.device) -> None:
         self._flat = torch.empty(sum(self._sizes), dtype=torch.float32, device=device)
         pieces = self._flat.split(self._sizes)
-        self._views = [piece.view(local_tensor(param).shape) for piece, param in zip(pieces, self.places, strict=True)]
+        self._views = [
+            piece.view(local_tensor(param).shape)
+            for piece, param in zip(pieces, self.places, strict=True)
+        ]
 
     def send(self) -> None:
         assert self._flat is not None, "a complete bucket has memory"

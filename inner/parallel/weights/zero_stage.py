@@ -18,7 +18,9 @@ BUCKET_BYTES = 25_000_000
 overlap less of the backward."""
 
 
-def has_whole_weights(parallel: ParallelConfig, degrees: Degrees, model: ModelSizes | OwnModel) -> bool:
+def has_whole_weights(
+    parallel: ParallelConfig, degrees: Degrees, model: ModelSizes | OwnModel
+) -> bool:
     """Return whether several ranks compute with the same weights, and each of them holds these
     weights whole (ZeRO-0).
 
@@ -34,12 +36,14 @@ def has_whole_weights(parallel: ParallelConfig, degrees: Degrees, model: ModelSi
 
 
 def uses_fsdp(parallel: ParallelConfig, degrees: Degrees, model: ModelSizes | OwnModel) -> bool:
-    """Return whether several ranks compute with the same weights, or with the same experts, and FSDP
-    gathers them.
+    """Return whether several ranks compute with the same weights, or with the same experts, and
+    FSDP gathers them.
     """
     if has_whole_weights(parallel, degrees, model):
         return False
-    has_expert_copies = has_sparse_experts(degrees, model) and degrees.dp_replicate * degrees.edp > 1
+    has_expert_copies = (
+        has_sparse_experts(degrees, model) and degrees.dp_replicate * degrees.edp > 1
+    )
     return degrees.num_copies > 1 or has_expert_copies
 
 

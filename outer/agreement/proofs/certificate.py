@@ -1,8 +1,10 @@
-"""Certificates: the statement that the participants of a plan sign when they vote yes, with all their signatures.
+"""Certificates: the statement that the participants of a plan sign when they vote yes, with all
+their signatures.
 
-A yes vote names the state that the commit leads to, because every participant computes it before it votes. So the yes
-votes of all participants prove the state itself: its digest, its round, its tokens, and the state from which it came.
-The proof holds even if no island has committed the state yet.
+A yes vote names the state that the commit leads to, because every participant computes it before it
+votes. So the yes votes of all participants prove the state itself: its digest, its round, its
+tokens, and the state from which it came. The proof holds even if no island has committed the state
+yet.
 """
 
 import hashlib
@@ -72,9 +74,13 @@ class Statement(Message):
         tokens does not shrink.
         """
         if len(self.islands) != len(self.keys) or self.islands != sorted(set(self.islands)):
-            raise MessageError("the participants in a certificate are repeated, out of order, or without keys")
+            raise MessageError(
+                "the participants in a certificate are repeated, out of order, or without keys"
+            )
         if self.tokens < self.base_tokens:
-            raise MessageError(f"a certificate goes from {self.base_tokens} tokens back to {self.tokens}")
+            raise MessageError(
+                f"a certificate goes from {self.base_tokens} tokens back to {self.tokens}"
+            )
 
 
 class Certificate(Message):
@@ -100,7 +106,9 @@ class Certificate(Message):
         """Raise MessageError unless each participant appears once, with a key and a signature."""
         self.statement.check()
         if len(self.signatures) != len(self.statement.islands):
-            raise MessageError(f"{len(self.signatures)} signatures of {len(self.statement.islands)} participants")
+            raise MessageError(
+                f"{len(self.signatures)} signatures of {len(self.statement.islands)} participants"
+            )
 
     def check(self, verify: Verify, first: Container[str] = ()) -> None:
         """Raise MessageError unless every participant has signed with the key in the statement.
@@ -113,14 +121,18 @@ class Certificate(Message):
         signed = zip(self.statement.islands, self.statement.keys, self.signatures, strict=True)
         for island, key, signature in sorted(signed, key=lambda each: each[1] not in first):
             if not verify(key, text, signature):
-                raise MessageError(f"{island} has not signed the certificate of round {self.statement.round}")
+                raise MessageError(
+                    f"{island} has not signed the certificate of round {self.statement.round}"
+                )
 
 
 def build_certificate(statement: Statement, signatures: Mapping[str, str]) -> Certificate:
     """Return the certificate of a statement that all participants have signed. `signatures`: by
     island.
     """
-    return Certificate(statement=statement, signatures=[signatures[island] for island in statement.islands])
+    return Certificate(
+        statement=statement, signatures=[signatures[island] for island in statement.islands]
+    )
 
 
 class Proof(Message):

@@ -44,7 +44,10 @@ class Claims:
         if there is none.
         """
         certificate = self._find(claim)
-        return Proof(certificate=certificate, introductions=self.witnesses.introductions if certificate else [])
+        return Proof(
+            certificate=certificate,
+            introductions=self.witnesses.introductions if certificate else [],
+        )
 
     def hold(self, claim: Claim) -> None:
         """Record that this island now holds the state of `claim`."""
@@ -55,7 +58,9 @@ class Claims:
         rank = claim.tokens, claim.round
         others = {c: found for c, found in self.certificates.items() if c != claim}
         self.certificates = {c: found for c, found in others.items() if (c.tokens, c.round) >= rank}
-        self.answered = {name: c for name, c in self.answered.items() if (c.tokens, c.round) >= rank}
+        self.answered = {
+            name: c for name, c in self.answered.items() if (c.tokens, c.round) >= rank
+        }
 
     def restore(self, proof: Proof) -> None:
         """Restore the proof that was saved in a checkpoint. Call `hold` afterwards. Invalid
@@ -71,9 +76,13 @@ class Claims:
     def add(self, certificate: Certificate) -> None:
         """Remember a certificate whose signatures are valid."""
         kept = {claim: c for claim, c in self.certificates.items() if claim != certificate.claim}
-        self.certificates = dict(list(kept.items())[1 - MAX_CERTIFICATES :]) | {certificate.claim: certificate}
+        self.certificates = dict(list(kept.items())[1 - MAX_CERTIFICATES :]) | {
+            certificate.claim: certificate
+        }
 
-    def count(self, claim: Claim, claimants: Iterable[tuple[str, str]] = (), *, is_held_up: bool = False) -> int:
+    def count(
+        self, claim: Claim, claimants: Iterable[tuple[str, str]] = (), *, is_held_up: bool = False
+    ) -> int:
         """Return how many islands that count support the claim. `claimants`: (island, key) of
         the islands that claim it.
         """
@@ -92,7 +101,10 @@ class Claims:
 
     def answer(self, query: ProofQuery) -> Proof:
         """Return the reply to another island's request for a proof."""
-        is_own = self.own is not None and (self.own.claim.round, self.own.claim.digest) == (query.round, query.digest)
+        is_own = self.own is not None and (self.own.claim.round, self.own.claim.digest) == (
+            query.round,
+            query.digest,
+        )
         return self.prove(self.own.claim) if self.own is not None and is_own else Proof()
 
     def receive(self, sender: str, proof: Proof, needed: int, *, is_held_up: bool = False) -> None:
@@ -106,7 +118,9 @@ class Claims:
         try:
             self.check(claim, proof, needed, is_held_up=is_held_up)
         except MessageError as error:
-            self.refused.append((sender, f"round {claim.round} with {claim.tokens} tokens: {error}"))
+            self.refused.append(
+                (sender, f"round {claim.round} with {claim.tokens} tokens: {error}")
+            )
 
     def check(self, claim: Claim, proof: Proof, needed: int, *, is_held_up: bool = False) -> None:
         """Remember the claim's certificate. Raises MessageError if the proof does not prove the
@@ -120,10 +134,16 @@ class Claims:
         proof.certificate.check(self._signer.verify, frozenset(self.witnesses.known.values()))
         self.add(proof.certificate)
         if (num := self.count(claim, is_held_up=is_held_up)) < needed:
-            raise MessageError(f"{num} of the {needed} islands needed, that this island knows, have signed it")
+            raise MessageError(
+                f"{num} of the {needed} islands needed, that this island knows, have signed it"
+            )
 
     def _find(self, claim: Claim) -> Certificate | None:
-        return self.own if self.own is not None and self.own.claim == claim else self.certificates.get(claim)
+        return (
+            self.own
+            if self.own is not None and self.own.claim == claim
+            else self.certificates.get(claim)
+        )
 
     @property
     def _signer(self) -> Signer:

@@ -43,7 +43,9 @@ class Signer(Protocol):
 class IslandSigner:
     """Implements `Signer` with the island's Ed25519 key. Lives on one event loop."""
 
-    def __init__(self, key: IslandKey, names: KnownNames, run_id: str, access: Access | None = None) -> None:
+    def __init__(
+        self, key: IslandKey, names: KnownNames, run_id: str, access: Access | None = None
+    ) -> None:
         """Create a signer. `run_id` is part of every signed text, so signatures from another run
         prove nothing.
         """
@@ -63,7 +65,8 @@ class IslandSigner:
             return True
         try:
             is_good = do_shared(
-                (self._purpose, *entry), lambda: verify(key, self._purpose, text, bytes.fromhex(signature))
+                (self._purpose, *entry),
+                lambda: verify(key, self._purpose, text, bytes.fromhex(signature)),
             )
         except ValueError:
             return False

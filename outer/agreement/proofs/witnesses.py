@@ -89,4 +89,6 @@ class Witnesses:
             return trusted
         if key == self.signer.public:
             return True
-        return self.known.get(island) == key if can_tell else self.signer.key_of(island) in (None, key)
+        return (
+            self.known.get(island) == key if can_tell else self.signer.key_of(island) in (None, key)
+        )

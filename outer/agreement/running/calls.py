@@ -53,7 +53,9 @@ REPLIES: dict[type[Message], type[Message]] = {
 class OpenCalls:
     """The calls under way. All methods run on one event loop."""
 
-    def __init__(self, peers: Peers, call: Callable[[str, Message, bytes], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, peers: Peers, call: Callable[[str, Message, bytes], Coroutine[Any, Any, None]]
+    ) -> None:
         """Create an empty record. `call` sends a message to an island, with the message's
         encoded bytes, and processes the reply.
         """

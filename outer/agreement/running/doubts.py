@@ -40,10 +40,13 @@ class Doubts:
         seconds = backoff(failures, first_seconds=FIRST_SECONDS, max_seconds=MAX_SECONDS)
         self._cancel(island)
         self.knowledge.disbelieve(island, claim)
-        self._ends[island] = asyncio.get_running_loop().call_later(seconds, self.knowledge.believe, island)
+        self._ends[island] = asyncio.get_running_loop().call_later(
+            seconds, self.knowledge.believe, island
+        )
         claimed = f"round {claim.round} with {claim.tokens} tokens"
         log.warning(
-            "%s claims to be in %s, but no island could send that state: its claim is ignored for %g s",
+            "%s claims to be in %s, but no island could send that state: its claim is ignored for "
+            "%g s",
             island,
             claimed,
             seconds,
@@ -66,7 +69,11 @@ class Doubts:
             return []  # It has a state of its own, and records may be of dead islands.
         # The state of an island that has not sent its status yet is known from its record.
         silent = members.keys() - knows.doubted - knows.lost - knows.statuses.keys()
-        ahead = [m for name, m in members.items() if name in silent and (m.tokens, m.round) > knows.status.rank]
+        ahead = [
+            m
+            for name, m in members.items()
+            if name in silent and (m.tokens, m.round) > knows.status.rank
+        ]
         best = max(((m.tokens, m.round) for m in ahead), default=None)
         return [m for m in ahead if (m.tokens, m.round) == best]
 

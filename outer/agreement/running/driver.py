@@ -1,4 +1,6 @@
-"""Runs the round protocol (state_machine.py) on an island's leader: adds the calls, the clock and the deadlines."""
+"""Runs the round protocol (state_machine.py) on an island's leader: adds the calls, the clock and
+the deadlines.
+"""
 
 import asyncio
 import logging
@@ -36,11 +38,13 @@ Interruption = Literal["", "behind", "waited for", "time is up"]
 
 
 class ProtocolDriver:
-    """Conversation of this island's leader with the other leaders. All methods run on one event loop.
+    """Conversation of this island's leader with the other leaders. All methods run on one event
+    loop.
 
-    `on_no` is called with (plan id, island, cause) for every no vote and lost participant, to end a running reduce.
-    `on_wait` is called every few seconds while a round makes no progress, and with None when it continues. `on_lost`
-    is called with an island that has just become lost, and the cause. `rejections` counts claims without proof.
+    `on_no` is called with (plan id, island, cause) for every no vote and lost participant, to end a
+    running reduce. `on_wait` is called every few seconds while a round makes no progress, and with
+    None when it continues. `on_lost` is called with an island that has just become lost, and the
+    cause. `rejections` counts claims without proof.
     """
 
     def __init__(
@@ -70,7 +74,9 @@ class ProtocolDriver:
         self._doubts = Doubts(self._knowledge)
         send = self._send_outbox
         changed = self._changes.add
-        self._detector = FailureDetector(protocol, peers, send, self._end_reduce_with, changed, on_lost)
+        self._detector = FailureDetector(
+            protocol, peers, send, self._end_reduce_with, changed, on_lost
+        )
         for model in CALLS:
             peers.messenger.serve(kind_of(model), partial(self._on_message, model))
 
@@ -80,7 +86,7 @@ class ProtocolDriver:
         assert_on_loop()
         return self._protocol
 
-    # -- the calls of the outer loop ------------------------------------------------------------------------------
+    # -- the calls of the outer loop ---------------------------------------------------------------
 
     async def start(self) -> None:
         await self._detector.start()
@@ -91,7 +97,8 @@ class ProtocolDriver:
         self._send_outbox()
 
     async def plan(self, own: Ready, on_sent: Callable[[], None] = lambda: None) -> Plan:
-        """Announce that this island is ready, call `on_sent`, and return the plan in which it takes part.
+        """Announce that this island is ready, call `on_sent`, and return the plan in which it takes
+        part.
 
         Raises BehindError if another history survives, and QuorumError if too few islands join.
         """
@@ -125,19 +132,25 @@ class ProtocolDriver:
                     raise OuterError(cause)
                 case TooFew():
                     warned_at = self._few.check(decision, grace.waited, warned_at, loop_time())
-            planless_since = self._pass_over(planless_since, is_late=grace.is_late) if decision is None else None
+            planless_since = (
+                self._pass_over(planless_since, is_late=grace.is_late) if decision is None else None
+            )
             about = self._protocol, decision, self._detector.losses, loop_time() - started
             waits.report(loop_time(), partial(describe_gathering, *about, is_late=grace.is_late))
             await self._changes.wait(min(PING_SECONDS, patience or PING_SECONDS))
 
     async def contribute(self, own: Ready) -> None:
-        """Change from an observer that waits in `plan` to a contributor, because the inner steps are done."""
+        """Change from an observer that waits in `plan` to a contributor, because the inner steps
+        are done.
+        """
         self._protocol.contribute(own)
         self._send_outbox()
         self._changes.add()
 
     async def decide(self, vote: Vote, on_sent: Callable[[], None] = lambda: None) -> bool:
-        """Vote on the plan and return whether it commits. `on_sent` is called once the vote is being sent."""
+        """Vote on the plan and return whether it commits. `on_sent` is called once the vote is
+        being sent.
+        """
         await self._stop_if_left()
         self._protocol.vote(vote)
         self._send_outbox()
@@ -149,7 +162,8 @@ class ProtocolDriver:
         waits = WaitReporter(started, self._on_wait)
         assert plan is not None, "an island votes on the plan it takes part in"
         while True:
-            # After a freeze all votes may have arrived although this island's own vote has reached no other island.
+            # After a freeze all votes may have arrived although this island's own vote has reached
+            # no other island.
             self._detector.check_freeze()
             late = loop_time() - max(started, self._detector.woke_at) - limit
             is_slow = late > -limit / 2
@@ -158,7 +172,9 @@ class ProtocolDriver:
             if outcome != "open":
                 break
             self._send_outbox()
-            waits.report(loop_time(), partial(describe_vote, self._protocol, plan, loop_time() - started))
+            waits.report(
+                loop_time(), partial(describe_vote, self._protocol, plan, loop_time() - started)
+            )
             await self._changes.wait(PING_SECONDS)
             await self._stop_if_left()
         waits.end()
@@ -171,28 +187,33 @@ class ProtocolDriver:
         return outcome == "commit"
 
     async def say_goodbye(self, goodbye: Goodbye) -> None:
-        """Notify all islands that this one leaves. Islands that do not answer soon will find it lost."""
-        # An attempt in progress may end first, because the other participants need this island's vote.
+        """Notify all islands that this one leaves. Islands that do not answer soon will find it
+        lost.
+        """
+        # An attempt in progress may end first, because the other participants need this island's
+        # vote.
         deadline = loop_time() + GOODBYE_SECONDS
         while self._protocol.state in ("reducing", "voting") and loop_time() < deadline:
             await self._changes.wait(deadline - loop_time())
         self._has_left = True
         self._detector.stop()
-        # Pings that arrive during the goodbye are still answered, with a status that tells others not to wait for this
-        # island.
+        # Pings that arrive during the goodbye are still answered, with a status that tells others
+        # not to wait for this island.
         self._knowledge.status = self._knowledge.status.model_copy(update={"is_coming": False})
         body = goodbye.encode()
-        calls = [self._peers.call(name, "goodbye", body) for name in self._protocol.find_left_behind()]
+        calls = [
+            self._peers.call(name, "goodbye", body) for name in self._protocol.find_left_behind()
+        ]
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 await asyncio.gather(*calls, return_exceptions=True)
 
     async def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
-        """Return why inner steps should end now: another history survives, or contributors would continue without this
-        island.
+        """Return why inner steps should end now: another history survives, or contributors would
+        continue without this island.
 
-        `seconds_left`: the time until the inner steps are done. `entered_late`: the island took the round's state
-        while others were already training.
+        `seconds_left`: the time until the inner steps are done. `entered_late`: the island took the
+        round's state while others were already training.
         """
         if self._knowledge.behind(is_settled=False) is not None:
             return "behind"
@@ -200,12 +221,16 @@ class ProtocolDriver:
         rules = self._knowledge.rules
         num_waiting = max(len(find_contributors(self._protocol)), num_ready)
         may_go_on = num_waiting >= rules.quorum or rules.below_quorum != "wait"
-        if num_waiting and (entered_late or (may_go_on and seconds_left > self._deadlines.grace(num_waiting))):
+        if num_waiting and (
+            entered_late or (may_go_on and seconds_left > self._deadlines.grace(num_waiting))
+        ):
             return "waited for"
         return ""
 
     async def linger(self, seconds: float) -> bool:
-        """Wait until all live islands have caught up. Return True if this island's history does not survive."""
+        """Wait until all live islands have caught up. Return True if this island's history does not
+        survive.
+        """
         deadline = loop_time() + seconds
         coordination = self._protocol.coordination
         if len(self._knowledge.present) < self._knowledge.rules.tree_islands:
@@ -220,8 +245,8 @@ class ProtocolDriver:
         return self._knowledge.behind(is_settled=True) is not None
 
     async def find_donors(self) -> list[Member]:
-        """Return the membership records of the islands that hold the surviving history; empty if this island holds
-        it.
+        """Return the membership records of the islands that hold the surviving history; empty if
+        this island holds it.
         """
         await self._detector.find_members()
         return self._doubts.find_donors(self._peers.members)
@@ -229,30 +254,43 @@ class ProtocolDriver:
     async def disbelieve(self, donors: Sequence[Member]) -> None:
         """Ignore these islands' claims for a while, because the claimed state could not be taken.
 
-        Until then they are neither donors nor waited for, unless they claim no more than this island holds.
+        Until then they are neither donors nor waited for, unless they claim no more than this
+        island holds.
         """
         for donor in donors:
-            claimed = Status(round=donor.round, tokens=donor.tokens, digest=donor.digest or "0" * 16)
+            claimed = Status(
+                round=donor.round, tokens=donor.tokens, digest=donor.digest or "0" * 16
+            )
             self._doubts.add(donor.island, self._knowledge.statuses.get(donor.island, claimed))
         self._changes.add()
 
     async def believe(self, donors: Sequence[Member]) -> None:
-        """Accept these islands' claims, because their state has been taken, and forget earlier failures."""
+        """Accept these islands' claims, because their state has been taken, and forget earlier
+        failures.
+        """
         for donor in donors:
             self._doubts.clear(donor.island)
 
     def _pass_over(self, since: float | None, *, is_late: bool) -> float | None:
-        """Make the next island the planner if the current one is late. Return the start of the wait."""
+        """Make the next island the planner if the current one is late. Return the start of the
+        wait.
+        """
         planner = self._protocol.gathering.find_planner(is_late=is_late)
         since = None if planner in (None, self._knowledge.me) else since or loop_time()
-        if since is None or loop_time() - max(since, self._detector.woke_at) < plan_limit(self._deadlines):
+        if since is None or loop_time() - max(since, self._detector.woke_at) < plan_limit(
+            self._deadlines
+        ):
             return since
         planner = self._protocol.pass_over(is_late=is_late)
-        log.warning("round %d: %s makes no plan; the next by name does", self._knowledge.status.round, planner)
+        log.warning(
+            "round %d: %s makes no plan; the next by name does",
+            self._knowledge.status.round,
+            planner,
+        )
         self._changes.add()
         return None
 
-    # -- messages -------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     async def _on_message(self, model: type[Message], source: Endpoint, body: bytes) -> bytes:
         message = await receive(model, body)
@@ -282,7 +320,9 @@ class ProtocolDriver:
         self._calls.send(outbox)
 
     async def _call(self, island: str, message: Message, body: bytes) -> None:
-        """Make the call for a message. A no vote goes to all ranks of the island, because each must end its reduce."""
+        """Make the call for a message. A no vote goes to all ranks of the island, because each must
+        end its reduce.
+        """
         kind = kind_of(type(message))
         called_at = loop_time()
         if isinstance(message, Vote) and message.digest is None:
@@ -298,7 +338,9 @@ class ProtocolDriver:
             self._detector.hear(island)
             if (model := REPLIES.get(type(message))) is not None:
                 try:
-                    self._protocol.receive(island, await self._peers.read_reply(island, model, reply))
+                    self._protocol.receive(
+                        island, await self._peers.read_reply(island, model, reply)
+                    )
                 except MessageError as error:
                     self._rejections.add_error(island, error)
                 self._few.hear(island)
@@ -311,16 +353,24 @@ class ProtocolDriver:
         """Note that a message has been received or answered."""
         if isinstance(message, Ready | Status):
             self._changes.add_report()
-        elif isinstance(message, VoteList | VoteReceipt) or (isinstance(message, Vote) and message.digest):
+        elif isinstance(message, VoteList | VoteReceipt) or (
+            isinstance(message, Vote) and message.digest
+        ):
             self._changes.add_report(VOTE_SECONDS)
         else:
             self._changes.add()
 
     def _end_reduce_with(self, island: str, cause: str) -> None:
-        if self._protocol.state == "reducing" and self._protocol.plan and island in self._protocol.others:
+        if (
+            self._protocol.state == "reducing"
+            and self._protocol.plan
+            and island in self._protocol.others
+        ):
             self._on_no(self._protocol.plan.id, island, cause)
 
     async def _stop_if_left(self) -> None:
-        """Wait for the end of the process if the goodbye has been sent: this island must not commit any more."""
+        """Wait for the end of the process if the goodbye has been sent: this island must not commit
+        any more.
+        """
         if self._has_left:
             await asyncio.Event().wait()

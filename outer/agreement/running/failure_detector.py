@@ -35,7 +35,9 @@ without a coordinator."""
 
 @dataclass
 class FailureDetector:
-    """Keeps the protocol's sets of present and lost islands up to date. All methods run on one event loop."""
+    """Keeps the protocol's sets of present and lost islands up to date. All methods run on one
+    event loop.
+    """
 
     protocol: RoundProtocol
     peers: Peers
@@ -57,10 +59,15 @@ class FailureDetector:
     _freeze_detector: FreezeDetector = field(default_factory=FreezeDetector)
 
     async def start(self) -> None:
-        """Find the members of the run, then start to ping them and to watch for freezes of this process."""
+        """Find the members of the run, then start to ping them and to watch for freezes of this
+        process.
+        """
         self.peers.check_freeze = self.check_freeze
         await self.find_members()
-        self._tasks = [asyncio.create_task(self._ping_forever()), asyncio.create_task(self._watch_for_freezes())]
+        self._tasks = [
+            asyncio.create_task(self._ping_forever()),
+            asyncio.create_task(self._watch_for_freezes()),
+        ]
 
     def stop(self) -> None:
         # This island is leaving, so an island that it no longer hears is not lost.
@@ -69,7 +76,9 @@ class FailureDetector:
             task.cancel()
 
     async def find_members(self) -> None:
-        """Read the membership records, add new islands, and remove those without a record that are lost or unknown."""
+        """Read the membership records, add new islands, and remove those without a record that are
+        lost or unknown.
+        """
         if not await self.peers.refresh():
             return
         knowledge = self.protocol.knowledge
@@ -80,8 +89,12 @@ class FailureDetector:
                 self.peers.direct_addresses.pop(name, None)
                 self.on_removed()
         knowledge.add(self.peers.members)
-        self._heard_at = {name: at for name, at in self._heard_at.items() if name in knowledge.present}
-        self.losses = {name: cause for name, cause in self.losses.items() if name in knowledge.present}
+        self._heard_at = {
+            name: at for name, at in self._heard_at.items() if name in knowledge.present
+        }
+        self.losses = {
+            name: cause for name, cause in self.losses.items() if name in knowledge.present
+        }
 
     def hear(self, island: str) -> None:
         """Record that a message of the island has arrived."""
@@ -152,7 +165,9 @@ class FailureDetector:
             await self.find_members()
             if self.protocol.state == "training" and self.protocol.coordination.coordinator is None:
                 self._queue(self._next_in_turn(MAX_TRAINING_PINGS))
-            elif self.protocol.state != "gathering":  # In a gathering its ready message contains the status.
+            elif (
+                self.protocol.state != "gathering"
+            ):  # In a gathering its ready message contains the status.
                 self.ping()
             self._queue(self._find_watched())
             self.protocol.resend()

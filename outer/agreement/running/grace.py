@@ -37,7 +37,9 @@ class MissedRounds:
         plan.
         """
         coming = {name for name, status in self.knowledge.live.items() if status.is_coming}
-        self._counts = {name: self._counts.get(name, 0) + 1 for name in coming.difference(plan.names)}
+        self._counts = {
+            name: self._counts.get(name, 0) + 1 for name in coming.difference(plan.names)
+        }
 
     def to_make_good(self, absent: Collection[str]) -> int:
         """Return the number of missed rounds by which to lengthen the wait for these islands, at
@@ -53,12 +55,18 @@ class MissedRounds:
 def find_ready(protocol: RoundProtocol, awaited: frozenset[str]) -> list[Ready]:
     """Return the latest ready messages of these islands for this island's round."""
     number = protocol.knowledge.status.round
-    return [ready for name, ready in protocol.readies.latest.items() if name in awaited and ready.round == number]
+    return [
+        ready
+        for name, ready in protocol.readies.latest.items()
+        if name in awaited and ready.round == number
+    ]
 
 
 def find_contributors(protocol: RoundProtocol) -> list[Ready]:
     """Return the ready messages of the other islands that may take part and are not observers."""
-    return [ready for ready in find_ready(protocol, protocol.knowledge.awaited) if not ready.listens]
+    return [
+        ready for ready in find_ready(protocol, protocol.knowledge.awaited) if not ready.listens
+    ]
 
 
 class GraceTimer:
@@ -85,7 +93,8 @@ class GraceTimer:
         self._count()
         is_direct = self._protocol.coordination.is_direct
         if is_direct and not self._is_direct:
-            self._since = None  # The others' ready messages went to the coordinator and are still to come here.
+            # The others' ready messages went to the coordinator and are still to come here.
+            self._since = None
         self._is_direct = is_direct
         if self._since is None and self._num_contributors:
             self._since = now
@@ -96,7 +105,9 @@ class GraceTimer:
         """Return whether the grace period is over: islands that are not ready are no longer
         waited for.
         """
-        grace = self._deadlines.grace(max(1, self._num_contributors), self._num_absent, self._num_missed)
+        grace = self._deadlines.grace(
+            max(1, self._num_contributors), self._num_absent, self._num_missed
+        )
         return self.waited > grace
 
     @property
@@ -104,7 +115,9 @@ class GraceTimer:
         """Return the seconds for which contributors still wait for observers to finish their
         inner steps.
         """
-        return max(0.0, self._protocol.knowledge.rules.grace_steps * self._step_seconds - self.waited)
+        return max(
+            0.0, self._protocol.knowledge.rules.grace_steps * self._step_seconds - self.waited
+        )
 
     def _count(self) -> None:
         awaited = self._protocol.knowledge.awaited
@@ -114,7 +127,9 @@ class GraceTimer:
         contributors = [each for each in [*ready, *([own] if own else [])] if not each.listens]
         self._num_absent = max(0, len(awaited) + 1 - max(len(ready) + 1, num_ready))
         self._num_contributors = max(len(contributors), num_ready)
-        self._num_missed = self._missed.to_make_good(awaited.difference(each.island for each in ready))
+        self._num_missed = self._missed.to_make_good(
+            awaited.difference(each.island for each in ready)
+        )
         self._step_seconds = min((each.step_seconds for each in contributors), default=0.0)
 
 
@@ -140,5 +155,9 @@ class HeldUpTimer:
         waited = now - max(self._since, woke_at)
         is_held_up = waited > held_up_limit(self._deadlines)
         if is_held_up and not self._knowledge.is_held_up:
-            log.info("round %d: delayed for %.0f s; claims of unknown islands count from now on", number, waited)
+            log.info(
+                "round %d: delayed for %.0f s; claims of unknown islands count from now on",
+                number,
+                waited,
+            )
         self._knowledge.is_held_up = is_held_up

@@ -22,7 +22,10 @@ def vote_limit(deadlines: Deadlines, reduce_seconds: float) -> float:
     `reduce_seconds`: duration of this island's reduce.
     """
     if deadlines.typical("vote") is None:
-        return min(deadlines.initial_seconds, max(DEFAULT_FLOOR_SECONDS, FIRST_VOTE_REDUCES * reduce_seconds))
+        return min(
+            deadlines.initial_seconds,
+            max(DEFAULT_FLOOR_SECONDS, FIRST_VOTE_REDUCES * reduce_seconds),
+        )
     return deadlines.limit("vote")
 
 
@@ -38,7 +41,9 @@ def held_up_limit(deadlines: Deadlines) -> float:
     return min(deadlines.initial_seconds / 2, commit_bound(deadlines, 1))
 
 
-def commit_bound(deadlines: Deadlines, num_waiting: int, num_absent: int = 0, num_attempts: int = 2) -> float:
+def commit_bound(
+    deadlines: Deadlines, num_waiting: int, num_absent: int = 0, num_attempts: int = 2
+) -> float:
     """Return the bound T in seconds: `num_waiting` ready, connected and healthy islands commit
     within T of the last fault.
 
@@ -59,7 +64,9 @@ def commit_bound(deadlines: Deadlines, num_waiting: int, num_absent: int = 0, nu
     longest = most_missed(num_waiting)
     grace = deadlines.grace(num_waiting, num_absent, longest) if num_absent else 0.0
     reduce = deadlines.limit("reduce")
-    attempt = plan_limit(deadlines) + reduce + vote_limit(deadlines, reduce) + query_limit(deadlines)
+    attempt = (
+        plan_limit(deadlines) + reduce + vote_limit(deadlines, reduce) + query_limit(deadlines)
+    )
     return detect + grace + num_attempts * attempt
 
 

@@ -44,7 +44,9 @@ class Peers:
         self.messenger = messenger
         self.deadlines = deadlines
         self.direct_addresses: dict[str, list[str]] = {}
-        """Control addresses from the islands' own messages, used before those in their records, by island."""
+        """Control addresses from the islands' own messages, used before those in their records, by
+        island.
+        """
         self._gone: dict[str, str] = {}
         """Incarnations that have left, by island. Their records may stay visible for a while."""
         self.check_freeze: Callable[[], None] = lambda: None
@@ -67,7 +69,9 @@ class Peers:
         self.members = {
             name: m
             for name, m in found.items()
-            if name != self._me and m.config_hash == self._config_hash and self._gone.get(name) != m.incarnation
+            if name != self._me
+            and m.config_hash == self._config_hash
+            and self._gone.get(name) != m.incarnation
         }
         self._texts.look(self.members)
         return True
@@ -84,7 +88,9 @@ class Peers:
         recorded = self.members[island].control_addresses if island in self.members else []
         return self.direct_addresses.get(island, recorded)
 
-    async def call(self, island: str, kind: str, body: bytes, answer: type[Message] | None = None) -> bytes:
+    async def call(
+        self, island: str, kind: str, body: bytes, answer: type[Message] | None = None
+    ) -> bytes:
         """Call the island's leader and return the reply; call twice if the connection breaks.
         Raises PeerLost, DeadlineError or MessageError.
 
@@ -99,9 +105,13 @@ class Peers:
                 raise PeerLost(island, "its address is not known")
             try:
                 limit = self.deadlines.limit("call")
-                reply = await self.messenger.call(addresses[0], kind, body, timeout_seconds=limit, longest=longest)
+                reply = await self.messenger.call(
+                    addresses[0], kind, body, timeout_seconds=limit, longest=longest
+                )
             except PeerLost:
-                self.direct_addresses.pop(island, None)  # They may be wrong while those in the record are right.
+                self.direct_addresses.pop(
+                    island, None
+                )  # They may be wrong while those in the record are right.
                 if is_last:
                     raise
             else:
@@ -112,7 +122,9 @@ class Peers:
 
     async def read_reply(self, island: str, model: type[M], reply: bytes) -> M:
         """Parse the reply of the island's leader. Raises MessageError."""
-        return await receive_reply(self.messenger, (self.addresses(island) or [""])[0], model, reply)
+        return await receive_reply(
+            self.messenger, (self.addresses(island) or [""])[0], model, reply
+        )
 
     def notify_other_ranks(self, island: str, kind: str, body: bytes) -> None:
         """Call the island's ranks other than the leader, without waiting for their replies."""

@@ -20,7 +20,9 @@ not fill the log."""
 class FewIslands:
     """Watches how many islands take part in this island's rounds."""
 
-    def __init__(self, knowledge: Knowledge, deadlines: Deadlines, why_unseen: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, knowledge: Knowledge, deadlines: Deadlines, why_unseen: Callable[[], str] = lambda: ""
+    ) -> None:
         """Create a watcher. `why_unseen`: returns the reason why other islands' records may be
         invisible here, or "".
         """
@@ -40,7 +42,9 @@ class FewIslands:
         """
         own = self._knowledge.status
         theirs = self._knowledge.statuses.get(island)
-        if theirs is None or not (own.is_start and own.is_coming and theirs.is_start and theirs.is_coming):
+        if theirs is None or not (
+            own.is_start and own.is_coming and theirs.is_start and theirs.is_coming
+        ):
             return
         if theirs.agrees_with(own):
             self._strangers.pop(island, None)
@@ -63,14 +67,22 @@ class FewIslands:
         if too_few.is_start:
             if waited > self._deadlines.initial_seconds:
                 came = f"{present} of {needed} islands were here within {seconds}"
-                raise QuorumError(f"round 0: {came}; outer.start_islands are needed to begin{self._explain_absence()}")
-        elif self._knowledge.rules.below_quorum == "stop" and waited > self._deadlines.grace(present):
+                raise QuorumError(
+                    f"round 0: {came}; outer.start_islands are needed to "
+                    f"begin{self._explain_absence()}"
+                )
+        elif self._knowledge.rules.below_quorum == "stop" and waited > self._deadlines.grace(
+            present
+        ):
             came = f"{present} of outer.quorum {needed} islands after {seconds}"
-            raise QuorumError(f"round {self._knowledge.status.round}: {came}, and outer.below_quorum is 'stop'")
+            raise QuorumError(
+                f"round {self._knowledge.status.round}: {came}, and outer.below_quorum is 'stop'"
+            )
         if now - warned_at <= WARN_SECONDS:
             return warned_at
         self._warn(
-            f"BELOW QUORUM: {present} of {needed} islands are here; waiting for the others{self._explain_absence()}"
+            f"BELOW QUORUM: {present} of {needed} islands are here; waiting for the "
+            f"others{self._explain_absence()}"
         )
         return now
 
@@ -81,7 +93,11 @@ class FewIslands:
         if why := self._why_unseen():
             return f"; {why}"
         if not (self._strangers and self._knowledge.status.is_start):
-            return "" if self._knowledge.live else "; no other island answers: they are down, or have finished the run"
+            return (
+                ""
+                if self._knowledge.live
+                else "; no other island answers: they are down, or have finished the run"
+            )
         return f"; {self._name_strangers(sorted(self._strangers))}"
 
     def _name_strangers(self, islands: Sequence[str]) -> str:
@@ -90,10 +106,14 @@ class FewIslands:
         """
         digests = ", ".join(f"{name} with digest {self._strangers[name][:12]}" for name in islands)
         return (
-            f"{digests} and this island with {self._knowledge.status.digest[:12]} begin with other parameters, and "
-            "cannot average them. Start the islands again: with the same seed, set before the model and its adapters "
-            "are made; or with the same weights (model.init_from, or one checkpoint that all of them load); or one "
-            "of them alone (outer.start_islands=1) and the others with island.joins=true, which take its weights"
+            f"{digests} and this island with {self._knowledge.status.digest[:12]} begin with other "
+            "parameters, and "
+            "cannot average them. Start the islands again: with the same seed, set before the "
+            "model and its adapters "
+            "are made; or with the same weights (model.init_from, or one checkpoint that all of "
+            "them load); or one "
+            "of them alone (outer.start_islands=1) and the others with island.joins=true, which "
+            "take its weights"
         )
 
     def on_plan(self, plan: Plan) -> None:
@@ -101,7 +121,9 @@ class FewIslands:
         present = len(plan.contributors)
         quorum = self._knowledge.rules.quorum
         if present < quorum:
-            self._warn(f"BELOW QUORUM: {present} of {quorum} islands; outer.below_quorum is 'continue'")
+            self._warn(
+                f"BELOW QUORUM: {present} of {quorum} islands; outer.below_quorum is 'continue'"
+            )
 
     def on_commit(self, plan: Plan) -> None:
         """Warn if the islands that commit are not more than half of the islands that were in the
@@ -111,7 +133,10 @@ class FewIslands:
         total = max(len(self._met), self._knowledge.rules.start_islands)
         if 2 * len(plan.names) <= total:
             who = f"{len(plan.names)} of the {total} islands of this run ({', '.join(plan.names)})"
-            self._warn(f"committed by {who}. If the others commit more without them, this round will be thrown away")
+            self._warn(
+                f"committed by {who}. If the others commit more without them, this round will be "
+                "thrown away"
+            )
 
     def on_goodbye(self, island: str) -> None:
         self._met.discard(island)

@@ -41,25 +41,41 @@ class WaitReporter:
 
 
 def describe_gathering(
-    protocol: RoundProtocol, decision: object, losses: Mapping[str, str], seconds: float, *, is_late: bool
+    protocol: RoundProtocol,
+    decision: object,
+    losses: Mapping[str, str],
+    seconds: float,
+    *,
+    is_late: bool,
 ) -> Waiting:
     """Return the islands for which the gathering waits, with the reasons.
 
     `decision`: the last result of `RoundProtocol.try_plan`. `losses`: causes of the losses, by
     island.
     """
-    cause = f"{decision.present} of {decision.needed} islands are here" if isinstance(decision, TooFew) else ""
+    cause = (
+        f"{decision.present} of {decision.needed} islands are here"
+        if isinstance(decision, TooFew)
+        else ""
+    )
     knowledge = protocol.knowledge
     excluded = protocol.gathering.excluded
     islands = {}
     if knowledge.me in excluded:
         cause = f"this island is left out: {excluded[knowledge.me]}"
     if protocol.coordination.is_led:
-        why = f"it reports that {protocol.coordination.num_ready} of {len(knowledge.awaited) + 1} islands are ready"
+        why = (
+            f"it reports that {protocol.coordination.num_ready} of {len(knowledge.awaited) + 1} "
+            "islands are ready"
+        )
         islands[protocol.coordination.coordinator] = why
         return Waiting(knowledge.status.round, "gathering", seconds, islands, cause)
     for name in knowledge.present:
-        why = f"it is left out: {excluded[name]}" if name in excluded else _why_not_ready(protocol, name, losses)
+        why = (
+            f"it is left out: {excluded[name]}"
+            if name in excluded
+            else _why_not_ready(protocol, name, losses)
+        )
         if why:
             islands[name] = why
     planner = protocol.gathering.find_planner(is_late=is_late)
@@ -73,9 +89,15 @@ def describe_vote(protocol: RoundProtocol, plan: Plan, seconds: float) -> Waitin
     votes = protocol.vote_table.votes
     islands = {}
     if not protocol.exchange.is_direct and plan.planner != protocol.knowledge.me:
-        return Waiting(plan.round, "voting", seconds, {plan.planner: "it has not forwarded the votes of all"})
+        return Waiting(
+            plan.round, "voting", seconds, {plan.planner: "it has not forwarded the votes of all"}
+        )
     for name in protocol.vote_table.pending(plan) - {protocol.knowledge.me}:
-        missing = "it has not acknowledged this island's vote" if (plan.id, name) in votes else "it has not voted"
+        missing = (
+            "it has not acknowledged this island's vote"
+            if (plan.id, name) in votes
+            else "it has not voted"
+        )
         islands[name] = "it is lost" if name in protocol.knowledge.lost else missing
     return Waiting(plan.round, "voting", seconds, islands)
 

@@ -1,7 +1,8 @@
 """Pack codes of 1, 2 or 4 bits, and numbers with a small number of bits, into bytes.
 
-Codes are packed in planes: with two codes per byte, the first half of the codes is in the low nibbles and the second
-half in the high nibbles. Packing is then a few operations on long runs of bytes; packing neighbours would need strides.
+Codes are packed in planes: with two codes per byte, the first half of the codes is in the low
+nibbles and the second half in the high nibbles. Packing is then a few operations on long runs of
+bytes; packing neighbours would need strides.
 """
 
 import torch
@@ -13,7 +14,9 @@ def packed_bytes(num_codes: int, bits: int) -> int:
 
 
 def pack(codes: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Pack 1-D uint8 codes below 2**bits into `out` (uint8, `packed_bytes` long). Unused bits are 0."""
+    """Pack 1-D uint8 codes below 2**bits into `out` (uint8, `packed_bytes` long). Unused bits are
+    0.
+    """
     width = out.numel()
     out.copy_(codes[:width])
     for number in range(1, 8 // bits):

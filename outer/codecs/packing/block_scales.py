@@ -33,7 +33,9 @@ def split_scales(payload: torch.Tensor, num_scales: int) -> tuple[torch.Tensor, 
     return payload[: 2 * num_scales].view(torch.bfloat16), payload[2 * num_scales :]
 
 
-def columns_of(numbers: torch.Tensor, num_elements: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def columns_of(
+    numbers: torch.Tensor, num_elements: int, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one number per block as columns: one column for each view that `rows_of` returns
     for `num_elements`.
     """
@@ -56,10 +58,14 @@ def finite_peaks(magnitudes: torch.Tensor, block: int, values: torch.Tensor) -> 
     return peaks
 
 
-def multiply_blocks(values: torch.Tensor, factors: torch.Tensor, block: int, out: torch.Tensor) -> None:
+def multiply_blocks(
+    values: torch.Tensor, factors: torch.Tensor, block: int, out: torch.Tensor
+) -> None:
     """Multiply each block of `values` by its factor into `out`, which may be `values`."""
     columns = columns_of(factors, values.numel(), block)
-    for row, column, row_out in zip(rows_of(values, block), columns, rows_of(out, block), strict=False):
+    for row, column, row_out in zip(
+        rows_of(values, block), columns, rows_of(out, block), strict=False
+    ):
         torch.mul(row, column, out=row_out)
 
 
@@ -80,5 +86,7 @@ def check_scales(scales: torch.Tensor, low: float, high: float, codec: str) -> t
     if scales.numel():
         least, most = (bound.item() for bound in torch.aminmax(scales))
         if not (least >= low and most <= high):
-            raise MessageError(f"{codec} scales between {least} and {most}, allowed {low} to {high}")
+            raise MessageError(
+                f"{codec} scales between {least} and {most}, allowed {low} to {high}"
+            )
     return scales

@@ -12,7 +12,9 @@ from outer.errors import MessageError, NonFiniteError
 def flat_fp32(values: torch.Tensor) -> torch.Tensor:
     """Return `values` detached and contiguous. Asserts that they are 1-D fp32 on the CPU."""
     ok = values.dim() == 1 and values.dtype == torch.float32 and values.device.type == "cpu"
-    assert ok, f"a codec takes 1-D fp32 CPU values, got {values.dim()}-D {values.dtype} on {values.device}"
+    assert ok, (
+        f"a codec takes 1-D fp32 CPU values, got {values.dim()}-D {values.dtype} on {values.device}"
+    )
     # An empty tensor may have stride 0 (numpy's does), and torch cannot view such a tensor as
     # bytes.
     return values.detach().contiguous() if values.numel() else torch.empty(0)
@@ -44,12 +46,18 @@ def check_payload(payload: torch.Tensor, num_bytes: int, codec: str) -> torch.Te
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     # A transport may return a slice of its frame, which can start at any byte.
-    aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0 and payload.is_contiguous()
+    aligned = (
+        payload.data_ptr() % 4 == 0
+        and payload.storage_offset() % 4 == 0
+        and payload.is_contiguous()
+    )
     return payload if aligned else payload.clone(memory_format=torch.contiguous_format)
 
 
 def check_values(values: torch.Tensor, codec: str) -> torch.Tensor:
-    """Return decoded `values`. Raises MessageError if one is inf or nan, which our encoders never send."""
+    """Return decoded `values`. Raises MessageError if one is inf or nan, which our encoders never
+    send.
+    """
     if not is_finite(values):
         error = non_finite_error(values)
         raise MessageError(f"{codec} payload decodes to {error.value} at element {error.index}")

@@ -1,9 +1,12 @@
-"""Encode the values that topk selects with 2, 8 or 32 bits each; `top_k` values belong to each chunk.
+"""Encode the values that topk selects with 2, 8 or 32 bits each; `top_k` values belong to each
+chunk.
 
-2: a sign, and one bit that is set if the magnitude reaches the chunk's mean magnitude. It decodes to the mean
-   magnitude of the chunk's values with the same bit, so the sum of magnitudes is kept up to the rounding to bf16.
-   Adds 4 bytes for each chunk.
-8: an integer from -127 to 127 times the chunk's scale, which is the largest magnitude / 127 rounded up to a bf16:
+2: a sign, and one bit that is set if the magnitude reaches the chunk's mean magnitude. It decodes
+to the mean
+   magnitude of the chunk's values with the same bit, so the sum of magnitudes is kept up to the
+   rounding to bf16. Adds 4 bytes for each chunk.
+8: an integer from -127 to 127 times the chunk's scale, which is the largest magnitude / 127 rounded
+up to a bf16:
    |error| <= 0.5001 scale. Adds 2 bytes for each chunk.
 32: the fp32 value.
 
@@ -50,14 +53,18 @@ def encode_values(selected: torch.Tensor, top_k: int, bits: int, out: torch.Tens
 
 
 def decode_values(encoded: torch.Tensor, count: int, top_k: int, bits: int) -> torch.Tensor:
-    """Decode into 1-D fp32 values. Raises MessageError on an impossible scale, magnitude or value."""
+    """Decode into 1-D fp32 values. Raises MessageError on an impossible scale, magnitude or
+    value.
+    """
     header, body = _split(encoded, count, top_k, bits)
     if bits == 32:
         return check_values(body.view(torch.float32), "topk")
     if bits == 8:
         # No encoder writes -128; it is read as -127.
         values = body.view(torch.int8).clamp(min=-_LEVELS).float()
-        multiply_blocks(values, check_scales(header, MIN_SCALE, _MAX_SCALE, "topk"), top_k, out=values)
+        multiply_blocks(
+            values, check_scales(header, MIN_SCALE, _MAX_SCALE, "topk"), top_k, out=values
+        )
         return values
     codes = unpack(body, 2, count)
     magnitudes = check_scales(header, 0.0, _MAX_BF16, "topk")
@@ -66,7 +73,9 @@ def decode_values(encoded: torch.Tensor, count: int, top_k: int, bits: int) -> t
     return torch.where(codes >= _NEGATIVE, -values, values)
 
 
-def _split(encoded: torch.Tensor, count: int, top_k: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(
+    encoded: torch.Tensor, count: int, top_k: int, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of the header (bf16) and the packed codes (uint8)."""
     end = _HEADER_BYTES[bits] * num_blocks(count, top_k)
     return encoded[:end].view(torch.bfloat16), encoded[end:]
@@ -76,7 +85,9 @@ def _chunk_of_each(count: int, top_k: int) -> torch.Tensor:
     return torch.arange(num_blocks(count, top_k)).repeat_interleave(top_k)[:count]
 
 
-def _encode_integers(selected: torch.Tensor, top_k: int, header: torch.Tensor, body: torch.Tensor) -> None:
+def _encode_integers(
+    selected: torch.Tensor, top_k: int, header: torch.Tensor, body: torch.Tensor
+) -> None:
     steps = (block_peaks(selected.abs(), top_k) / _LEVELS).clamp_(min=MIN_SCALE)
     header.copy_(round_up(steps, _DROPPED_BITS).clamp_(max=_MAX_SCALE))
     codes = torch.empty_like(selected)
@@ -84,7 +95,9 @@ def _encode_integers(selected: torch.Tensor, top_k: int, header: torch.Tensor, b
     body.view(torch.int8).copy_(codes.round_())
 
 
-def _encode_sizes(selected: torch.Tensor, top_k: int, header: torch.Tensor, body: torch.Tensor) -> None:
+def _encode_sizes(
+    selected: torch.Tensor, top_k: int, header: torch.Tensor, body: torch.Tensor
+) -> None:
     # This comes before any comparison or sum, so that processes that flush denormals get the same
     # result.
     magnitudes = torch.where(selected.abs() < MIN_SCALE, 0.0, selected.abs())

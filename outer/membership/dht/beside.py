@@ -46,7 +46,9 @@ class Meeting:
     record_seconds: float
 
 
-async def open_dht_beside(meeting: Meeting, place: NodePlace, auth: PeerAuth) -> tuple[HivemindMembership, Daemon]:
+async def open_dht_beside(
+    meeting: Meeting, place: NodePlace, auth: PeerAuth
+) -> tuple[HivemindMembership, Daemon]:
     """Open a membership in the DHT and the libp2p daemon that it needs. Close the membership first,
     then the daemon.
 
@@ -59,10 +61,14 @@ async def open_dht_beside(meeting: Meeting, place: NodePlace, auth: PeerAuth) ->
     own = (place.identity_path, meeting.connect_seconds, "off", auth)
     daemon = await start_daemon(DaemonSettings(listen, announce, meeting.bootstrap, *own))
     try:
-        dht = await open_dht(daemon, meeting.bootstrap, meeting.connect_seconds, only_asks=place.only_asks)
+        dht = await open_dht(
+            daemon, meeting.bootstrap, meeting.connect_seconds, only_asks=place.only_asks
+        )
     except BaseException:
         await daemon.close()
         raise
-    membership = HivemindMembership(dht, daemon, meeting.run_id, meeting.record_seconds, meeting.bootstrap)
+    membership = HivemindMembership(
+        dht, daemon, meeting.run_id, meeting.record_seconds, meeting.bootstrap
+    )
     membership.remembers_nodes = True
     return membership, daemon

@@ -1,4 +1,6 @@
-"""Compares this machine's clock with the clocks of other nodes of the DHT, in which records expire by the clock."""
+"""Compares this machine's clock with the clocks of other nodes of the DHT, in which records expire
+by the clock.
+"""
 
 import asyncio
 import logging
@@ -54,8 +56,10 @@ async def require_equal_clocks(dht: DHTNode, peers: Iterable[PeerID]) -> None:
 def explain(ahead: float) -> str:
     """Return what follows from clocks that differ, and the cure."""
     return (
-        f"the clock of this machine is {describe(ahead)} that of the DHT's peer. Records in hivemind's DHT expire by "
-        f"the clock, so islands whose clocks are more than {MAX_APART_SECONDS:g} s apart do not see each other: "
+        f"the clock of this machine is {describe(ahead)} that of the DHT's peer. Records in "
+        "hivemind's DHT expire by "
+        f"the clock, so islands whose clocks are more than {MAX_APART_SECONDS:g} s apart do not "
+        "see each other: "
         "synchronise the clocks by NTP, for example with `timedatectl set-ntp true`"
     )
 

@@ -17,7 +17,14 @@ from outer.errors import DifferingConfigsError, InputError, PeerLost
 from outer.membership.base import Member
 from outer.membership.dht.clocks import ClockWatch
 from outer.membership.dht.node import RPC_SECONDS, bootstrap_addresses, close_dht, meet, open_dht
-from outer.membership.dht.records import find_members, find_records, list_runs, read_config, store_config, store_record
+from outer.membership.dht.records import (
+    find_members,
+    find_records,
+    list_runs,
+    read_config,
+    store_config,
+    store_record,
+)
 from outer.membership.records import RunInfo, check_config_text, name_taken_error
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.rpc import StreamMessenger
@@ -37,12 +44,16 @@ MEET_SECONDS = 3.0
 MAX_KNOWN_PEERS = 64
 
 
-async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Traffic) -> StreamMessenger:
+async def open_messenger(
+    daemon: Daemon, run_id: str, me: Endpoint, traffic: Traffic
+) -> StreamMessenger:
     async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         peer = parse_address(address)
         return await daemon.open_stream(peer, stream_name(run_id, "control", peer.rank))
 
-    async def accept(peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(
+        peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await messenger.accept(reader, writer, peer_id)
 
     messenger = StreamMessenger(run_id, me, dial, traffic, daemon.auth)
@@ -63,7 +74,12 @@ class HivemindMembership:
     """
 
     def __init__(
-        self, dht: DHTNode, daemon: Daemon, run_id: str, record_seconds: float, bootstrap: Sequence[str]
+        self,
+        dht: DHTNode,
+        daemon: Daemon,
+        run_id: str,
+        record_seconds: float,
+        bootstrap: Sequence[str],
     ) -> None:
         self._dht = dht
         self._daemon = daemon
@@ -87,7 +103,9 @@ class HivemindMembership:
         self._clocks = ClockWatch()
 
     async def announce(self, member: Member) -> None:
-        assert member.identity == self._auth.island.public, "a record is signed with the key that it names"
+        assert member.identity == self._auth.island.public, (
+            "a record is signed with the key that it names"
+        )
         # An island that has had records in this run owns its name, even if another island claims it
         # now.
         is_new = self._auth.names is None or self._auth.names.newest(member.island) == 0
@@ -138,7 +156,9 @@ class HivemindMembership:
         own = self._own
         self._own = None
         if own is not None:
-            with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):  # the daemon may have died already
+            with suppress(
+                TimeoutError, P2PDaemonError, OSError, EOFError
+            ):  # the daemon may have died already
                 async with asyncio.timeout(RPC_SECONDS):
                     await self._store_record(own.island, b"")
 
@@ -154,15 +174,27 @@ class HivemindMembership:
 
     def _keep_refreshing(self) -> None:
         if not self._refreshing:
-            self._refreshing = [asyncio.create_task(work) for work in (self._refresh(), self._ping_lost_peers())]
+            self._refreshing = [
+                asyncio.create_task(work) for work in (self._refresh(), self._ping_lost_peers())
+            ]
 
     async def _ping_lost_peers(self) -> None:
         while True:
             await asyncio.sleep(MEET_SECONDS)
             table = self._dht.protocol.routing_table
             self._remember([peer_id.to_base58() for peer_id in table.peer_id_to_uid])
-            lost = [a for a in self._peers.values() if table.get(peer_id=PeerID.from_base58(a.peer_id)) is None]
-            await asyncio.gather(*(meet(self._dht, self._daemon, a) for a in lost if a.peer_id != self._daemon.peer_id))
+            lost = [
+                a
+                for a in self._peers.values()
+                if table.get(peer_id=PeerID.from_base58(a.peer_id)) is None
+            ]
+            await asyncio.gather(
+                *(
+                    meet(self._dht, self._daemon, a)
+                    for a in lost
+                    if a.peer_id != self._daemon.peer_id
+                )
+            )
             await self._clocks.look(self._dht)
 
     def _remember(self, peer_ids: Sequence[str]) -> None:
@@ -186,7 +218,10 @@ class HivemindMembership:
                     await self._store_record(self._own.island, self._own.encode())
                 await self._store_config()
             except Exception:  # the refresh must survive any single failure
-                log.warning("the DHT did not accept this island's record; it will be sent again", exc_info=True)
+                log.warning(
+                    "the DHT did not accept this island's record; it will be sent again",
+                    exc_info=True,
+                )
 
     async def _find_others(self, member: Member) -> set[str]:
         """Return the keys of other islands that claim this island's name."""
@@ -205,7 +240,9 @@ class HivemindMembership:
 
     async def _store_config(self) -> None:
         if self._config is not None:
-            await store_config(self._dht, self._run_id, self._auth, self._config, get_dht_time() + CONFIG_SECONDS)
+            await store_config(
+                self._dht, self._run_id, self._auth, self._config, get_dht_time() + CONFIG_SECONDS
+            )
 
 
 async def find_runs_in_swarm(
@@ -218,7 +255,9 @@ async def find_runs_in_swarm(
     cannot be determined.
     """
     # This node only sends requests, so other nodes need not reach it.
-    settings = DaemonSettings(["/ip4/127.0.0.1/tcp/0"], bootstrap=[address], connect_seconds=connect_seconds)
+    settings = DaemonSettings(
+        ["/ip4/127.0.0.1/tcp/0"], bootstrap=[address], connect_seconds=connect_seconds
+    )
     daemon = await start_daemon(settings)
     try:
         dht = await open_dht(daemon, [address], connect_seconds)

@@ -41,7 +41,11 @@ the event loop."""
 
 
 async def open_dht(
-    daemon: Daemon, bootstrap: Sequence[str], connect_seconds: float = RPC_SECONDS, *, only_asks: bool = False
+    daemon: Daemon,
+    bootstrap: Sequence[str],
+    connect_seconds: float = RPC_SECONDS,
+    *,
+    only_asks: bool = False,
 ) -> DHTNode:
     """Open a DHT node and connect it to a peer at `bootstrap`.
 
@@ -52,7 +56,11 @@ async def open_dht(
     try:
         owned = OwnedRecords(daemon.auth.island)
         dht = await DHTNode.create(
-            p2p=daemon.p2p, wait_timeout=RPC_SECONDS, strict=False, record_validator=owned, client_mode=only_asks
+            p2p=daemon.p2p,
+            wait_timeout=RPC_SECONDS,
+            strict=False,
+            record_validator=owned,
+            client_mode=only_asks,
         )
     except (P2PDaemonError, RuntimeError) as error:
         raise InputError(f"the DHT cannot be opened: {first_line(error)}") from None
@@ -61,13 +69,19 @@ async def open_dht(
     addresses = bootstrap_addresses(bootstrap).values()
 
     async def meet_any() -> bool:
-        return not addresses or any(await asyncio.gather(*(meet(dht, daemon, address) for address in addresses)))
+        return not addresses or any(
+            await asyncio.gather(*(meet(dht, daemon, address) for address in addresses))
+        )
 
     if not await retry(meet_any, seconds=connect_seconds, pause_seconds=RETRY_SECONDS):
         await close_dht(dht)
-        raise UnreachableError(unreachable_message(bootstrap, connect_seconds, "no peer of the DHT answers there"))
+        raise UnreachableError(
+            unreachable_message(bootstrap, connect_seconds, "no peer of the DHT answers there")
+        )
     try:
-        await require_equal_clocks(dht, [PeerID.from_base58(address.peer_id) for address in addresses])
+        await require_equal_clocks(
+            dht, [PeerID.from_base58(address.peer_id) for address in addresses]
+        )
     except InputError:
         await close_dht(dht)
         raise
@@ -117,7 +131,11 @@ class BoundedStorage(DHTLocalStorage):
         more = len(value) - (size or 0)
         of_key = self._key_bytes[key] + more
         total = self._num_bytes + more
-        if of_key > MAX_KEY_BYTES or total > MAX_STORED_BYTES or (size is None and len(self._sizes) >= MAX_ENTRIES):
+        if (
+            of_key > MAX_KEY_BYTES
+            or total > MAX_STORED_BYTES
+            or (size is None and len(self._sizes) >= MAX_ENTRIES)
+        ):
             return False
         self._sizes[key, subkey] = len(value)
         self._key_bytes[key] = of_key
@@ -142,7 +160,9 @@ class BoundedStorage(DHTLocalStorage):
 
 def bootstrap_addresses(bootstrap: Sequence[str]) -> dict[str, PeerAddress]:
     """Return peer addresses by bootstrap multiaddress."""
-    return {maddr: parse_address(f"{maddr.rpartition('/p2p/')[2]}:0@{maddr}") for maddr in bootstrap}
+    return {
+        maddr: parse_address(f"{maddr.rpartition('/p2p/')[2]}:0@{maddr}") for maddr in bootstrap
+    }
 
 
 async def meet(dht: DHTNode, daemon: Daemon, address: PeerAddress) -> bool:

@@ -21,7 +21,13 @@ from outer.identity.island_key import SIGNATURE_BYTES
 from outer.membership.base import Member
 from outer.membership.dht.node import MAX_VALUE_BYTES
 from outer.membership.dht.owned_records import make_subkey, parse_subkey
-from outer.membership.records import MAX_CONFIG_BYTES, MAX_RECORD_BYTES, RUNS_KEY, check_record, parse_record
+from outer.membership.records import (
+    MAX_CONFIG_BYTES,
+    MAX_RECORD_BYTES,
+    RUNS_KEY,
+    check_record,
+    parse_record,
+)
 from outer.network.rejections import RefusedError
 from outer.network.run_key import SEAL_BYTES, PeerAuth, RunKey, seal, unseal
 
@@ -50,22 +56,32 @@ class DhtRecord:
     expires_at: float
 
 
-async def store_record(dht: DHTNode, run_id: str, auth: PeerAuth, island: str, body: bytes, expires_at: float) -> None:
+async def store_record(
+    dht: DHTNode, run_id: str, auth: PeerAuth, island: str, body: bytes, expires_at: float
+) -> None:
     """Store an island's own record. Raises InputError if the record is too long for the nodes to
     store it.
     """
     sealed = seal(auth.key, _member_purpose(run_id, island), body)
     if (size := len(sealed) + SIGNATURE_BYTES) > MAX_VALUE_BYTES:
         raise InputError(
-            f"island.ranks: the record of {island!r} with the addresses of all its ranks is {size} bytes long, at most "
-            f"{MAX_VALUE_BYTES} are allowed in hivemind's DHT; use fewer ranks, or outer.transport=gloo"
+            f"island.ranks: the record of {island!r} with the addresses of all its ranks is {size} "
+            "bytes long, at most "
+            f"{MAX_VALUE_BYTES} are allowed in hivemind's DHT; use fewer ranks, or "
+            "outer.transport=gloo"
         )
-    await dht.store(_members_key(run_id), sealed, expires_at, subkey=make_subkey(island, auth.island))
+    await dht.store(
+        _members_key(run_id), sealed, expires_at, subkey=make_subkey(island, auth.island)
+    )
 
 
-async def store_config(dht: DHTNode, run_id: str, auth: PeerAuth, text: str, expires_at: float) -> None:
+async def store_config(
+    dht: DHTNode, run_id: str, auth: PeerAuth, text: str, expires_at: float
+) -> None:
     sealed = seal(auth.key, _config_key(run_id), text.encode())
-    await dht.store(_config_key(run_id), sealed, expires_at, subkey=make_subkey(CONFIG_NAME, auth.island))
+    await dht.store(
+        _config_key(run_id), sealed, expires_at, subkey=make_subkey(CONFIG_NAME, auth.island)
+    )
     await dht.store(RUNS_KEY, b"", expires_at, subkey=make_subkey(run_id, auth.island))
 
 
@@ -94,7 +110,9 @@ async def find_records(dht: DHTNode, run_id: str, key: RunKey | None) -> list[Dh
     for value in await _read_values(dht, _members_key(run_id)):
         if len(value.value) <= MAX_RECORD_BYTES:
             with suppress(MessageError):
-                member = parse_record(value.name, unseal(key, _member_purpose(run_id, value.name), value.value))
+                member = parse_record(
+                    value.name, unseal(key, _member_purpose(run_id, value.name), value.value)
+                )
                 if member is not None and member.identity == value.owner:
                     found.append(DhtRecord(member, value.expires_at))
     return found
@@ -121,7 +139,8 @@ async def read_config(dht: DHTNode, run_id: str, key: RunKey | None, own: str = 
             refusal = error
     if refusal is not None and not texts:
         raise InputError(
-            f"island.run_key_file: the swarm has a config of run {run_id!r}, but {refusal}; every island of a run "
+            f"island.run_key_file: the swarm has a config of run {run_id!r}, but {refusal}; every "
+            "island of a run "
             "holds the same key, and a run without a key is another run: give it another name"
         )
     if own not in texts and len(set(texts.values())) > 1:
@@ -136,8 +155,10 @@ def _differing_configs_error(run_id: str, texts: Mapping[str, str]) -> Differing
         keys_of.setdefault(text, []).append(owner[:16])
     shown = [f"{keys[0]}... and {len(keys) - 1} more keys" for keys in keys_of.values()]
     return DifferingConfigsError(
-        f"the swarm shows {len(keys_of)} different configs of run {run_id!r}, of the keys {'; '.join(shown[:4])}: "
-        "whoever reaches a swarm may publish one if the run has no key. Ask an operator of the run for its config and "
+        f"the swarm shows {len(keys_of)} different configs of run {run_id!r}, of the keys "
+        f"{'; '.join(shown[:4])}: "
+        "whoever reaches a swarm may publish one if the run has no key. Ask an operator of the run "
+        "for its config and "
         "start with `diloco train`, or give all islands island.run_key_file"
     )
 
@@ -150,7 +171,9 @@ async def list_runs(dht: DHTNode) -> list[str]:
     if len(listed) <= MAX_LISTED_RUNS:
         return listed
     log.warning(
-        "%d runs are listed in this swarm, but only %d are read; name one (--run)", len(listed), MAX_LISTED_RUNS
+        "%d runs are listed in this swarm, but only %d are read; name one (--run)",
+        len(listed),
+        MAX_LISTED_RUNS,
     )
     return sorted(SystemRandom().sample(listed, MAX_LISTED_RUNS))
 

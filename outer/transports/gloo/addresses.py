@@ -73,7 +73,9 @@ class AddressStore(dist.Store):
         turn and cannot be cancelled.
         """
         with self._changed:
-            self._changed.wait_for(self._is_settled, None if timeout is None else timeout.total_seconds())
+            self._changed.wait_for(
+                self._is_settled, None if timeout is None else timeout.total_seconds()
+            )
             if len(self._values) < self._num_endpoints:
                 raise RuntimeError(self._cause or "endpoints are missing")
 
@@ -135,13 +137,17 @@ class AddressExchange:
 
         Raises like `Messenger.call`.
         """
-        await self._changed.wait_until(lambda: self._own is not None or self._epoch != epoch, seconds)
+        await self._changed.wait_until(
+            lambda: self._own is not None or self._epoch != epoch, seconds
+        )
         reply = await self._call(address, "gloo_address", epoch, seconds)
         found = await receive(GlooAddress, reply)
         return found.key, bytes.fromhex(found.value)
 
     async def wait_until_built(self, address: str, epoch: str, seconds: float) -> None:
-        """Wait until the endpoint at `address` has built the group. Raises PeerLost when it dies."""
+        """Wait until the endpoint at `address` has built the group. Raises PeerLost when it
+        dies.
+        """
         await self._call(address, "gloo_built", epoch, seconds)
 
     async def _call(self, address: str, kind: str, epoch: str, seconds: float) -> bytes:
@@ -159,7 +165,9 @@ class AddressExchange:
         await self._hold(source, "built", body, lambda: self._is_built)
         return b""
 
-    async def _hold(self, source: Endpoint, question: str, body: bytes, is_ready: Callable[[], bool]) -> None:
+    async def _hold(
+        self, source: Endpoint, question: str, body: bytes, is_ready: Callable[[], bool]
+    ) -> None:
         """Wait until the request can be answered. Raises MessageError once the caller has
         requested another epoch.
         """
@@ -172,7 +180,9 @@ class AddressExchange:
         def is_over() -> bool:
             return self._asked.get((source, question)) != epoch
 
-        await self._changed.wait_until(lambda: is_over() or (self._epoch == epoch and is_ready()), HOLD_SECONDS)
+        await self._changed.wait_until(
+            lambda: is_over() or (self._epoch == epoch and is_ready()), HOLD_SECONDS
+        )
         if self._epoch != epoch or not is_ready():
             raise MessageError(f"it has not joined the group {epoch[:80]!r}")
 
@@ -184,7 +194,9 @@ def check_gloo_address(theirs: bytes, own: bytes, num_endpoints: int) -> None:
 
     gloo ends the process on some malformed values, so they must not reach it.
     """
-    if (form := _parse(own, num_endpoints)) is None:  # another version of gloo: check at least the size
+    if (
+        form := _parse(own, num_endpoints)
+    ) is None:  # another version of gloo: check at least the size
         if not 0 < len(theirs) <= MAX_ADDRESS_BYTES:
             raise MessageError(f"an address of gloo of {len(theirs)} bytes")
     elif _parse(theirs, num_endpoints) != form:

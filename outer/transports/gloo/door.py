@@ -52,28 +52,39 @@ def close_door(own: bytes) -> int:
 
 
 def drop_all(listener: socket.socket) -> None:
-    """Let the kernel drop whatever arrives at a socket. Raises PermissionError where only root may do this."""
+    """Let the kernel drop whatever arrives at a socket. Raises PermissionError where only root may
+    do this.
+    """
     program = ctypes.create_string_buffer(DROP_ALL)
     packed = struct.pack("HP", 1, ctypes.addressof(program))
     listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, packed)
 
 
 def check_listen_host(host: str) -> None:
-    """Raise InputError for a wildcard address, because gloo sends the address to the other endpoints unchanged."""
+    """Raise InputError for a wildcard address, because gloo sends the address to the other
+    endpoints unchanged.
+    """
     if host in ("", "0.0.0.0", "::"):
         raise InputError(
-            f"island.listen_host: got {host!r}; gloo needs the one address of this machine that the other islands "
+            f"island.listen_host: got {host!r}; gloo needs the one address of this machine that "
+            "the other islands "
             "reach, e.g. 10.0.0.5. Its traffic is not encrypted: keep it inside a private network"
         )
 
 
 async def check_is_private(key: str, host: str) -> None:
-    """Raise InputError if `host`, the value of the setting `key`, is an address of the open internet."""
-    public = [address for address in await _addresses_of(host) if ipaddress.ip_address(address).is_global]
+    """Raise InputError if `host`, the value of the setting `key`, is an address of the open
+    internet.
+    """
+    public = [
+        address for address in await _addresses_of(host) if ipaddress.ip_address(address).is_global
+    ]
     if public:
         raise InputError(
-            f"{key}: got {host!r}, an address of the open internet ({public[0]}), and outer.transport is gloo. gloo "
-            "encrypts nothing, and whoever reaches its ports can end the island: use hivemind or a VPN. If only the "
+            f"{key}: got {host!r}, an address of the open internet ({public[0]}), and "
+            "outer.transport is gloo. gloo "
+            "encrypts nothing, and whoever reaches its ports can end the island: use hivemind or a "
+            "VPN. If only the "
             "islands of the run reach this address, set island.gloo_in_public=true"
         )
 
@@ -90,7 +101,8 @@ async def _addresses_of(host: str) -> list[str]:
 @cache
 def _warn_of_open_door(cause: str) -> None:
     log.warning(
-        "gloo's port stays open to anyone who reaches it, because %s; keep it inside a private network, or set "
+        "gloo's port stays open to anyone who reaches it, because %s; keep it inside a private "
+        "network, or set "
         "outer.transport=tls",
         cause,
     )
@@ -108,7 +120,11 @@ def _listeners() -> Iterator[socket.socket]:
         except OSError:  # closed since it was listed
             continue
         is_ip = found.family in (socket.AF_INET, socket.AF_INET6)
-        if is_ip and found.type == socket.SOCK_STREAM and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if (
+            is_ip
+            and found.type == socket.SOCK_STREAM
+            and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        ):
             yield found
         else:
             found.close()
@@ -118,4 +134,8 @@ def _socket_address(listener: socket.socket) -> bytes:
     """Return the port and address of a socket in the layout of a struct sockaddr."""
     host, port = listener.getsockname()[:2]
     flow_info = bytes(4) if listener.family == socket.AF_INET6 else b""
-    return struct.pack("!H", port) + flow_info + socket.inet_pton(listener.family, host.partition("%")[0])
+    return (
+        struct.pack("!H", port)
+        + flow_info
+        + socket.inet_pton(listener.family, host.partition("%")[0])
+    )

@@ -20,9 +20,13 @@ from outer.transports.gloo.door import close_door
 MARGIN_SECONDS = 1.0
 """Extra time for gloo, because gloo's own error has more detail than a deadline."""
 NOTICE_SECONDS = 0.2
-"""When a group fails because an endpoint died, the connection to it breaks within this time and identifies it."""
+"""When a group fails because an endpoint died, the connection to it breaks within this time and
+identifies it.
+"""
 HostPort = tuple[str, int]
-_ADDRESS = re.compile(rf"gloo:({ISLAND_NAME}/[0-9]{{1,4}})@([A-Za-z0-9.:-]{{1,253}}):([0-9]{{1,5}})")
+_ADDRESS = re.compile(
+    rf"gloo:({ISLAND_NAME}/[0-9]{{1,4}})@([A-Za-z0-9.:-]{{1,253}}):([0-9]{{1,5}})"
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class GroupSpec:
 async def build_group(spec: GroupSpec, exchange: AddressExchange) -> dist.ProcessGroupGloo:
     """Wait until all endpoints have joined, and build their group.
 
-    Raises PeerLost as soon as an endpoint is unreachable or dies, and DeadlineError, which names the late endpoints.
+    Raises PeerLost as soon as an endpoint is unreachable or dies, and DeadlineError, which names
+    the late endpoints.
     """
     loop = asyncio.get_running_loop()
     exchange.begin(spec.epoch)
@@ -53,7 +58,11 @@ async def build_group(spec: GroupSpec, exchange: AddressExchange) -> dist.Proces
     store = AddressStore(len(spec.addresses), offer)
     building = asyncio.create_task(in_thread(lambda: _build(spec, store)))
     building.add_done_callback(lambda task: task.cancelled() or task.exception())
-    asking = {e: asyncio.create_task(_ask(spec, e, exchange, store)) for e in spec.addresses if e != spec.me}
+    asking = {
+        e: asyncio.create_task(_ask(spec, e, exchange, store))
+        for e in spec.addresses
+        if e != spec.me
+    }
     try:
         return await _first_result(spec, building, asking)
     finally:
@@ -68,10 +77,14 @@ async def build_group(spec: GroupSpec, exchange: AddressExchange) -> dist.Proces
 
 
 def parse_address(endpoint: Endpoint, address: str) -> HostPort:
-    """Parse an endpoint's address, `gloo:<island>/<rank>@host:port`, where its messenger listens. Raises PeerLost."""
+    """Parse an endpoint's address, `gloo:<island>/<rank>@host:port`, where its messenger listens.
+    Raises PeerLost.
+    """
     found = _ADDRESS.fullmatch(address)
     if found is None or found[1] != str(endpoint) or not 0 < int(found[3]) < 65536:
-        raise PeerLost(endpoint.island, f"its record holds a malformed address of {endpoint}: {address[:80]!r}")
+        raise PeerLost(
+            endpoint.island, f"its record holds a malformed address of {endpoint}: {address[:80]!r}"
+        )
     return found[2], int(found[3])
 
 
@@ -87,11 +100,15 @@ async def _first_result(
     pending: set[asyncio.Task] = {building, *asking.values()}
     while not building.done() and not any(map(_has_failed, asking.values())):
         left = deadline - loop_time()
-        done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        done, pending = await asyncio.wait(
+            pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+        )
         if not done:
             break
     if building.done() and building.exception() is not None and asking:
-        await asyncio.wait(asking.values(), timeout=NOTICE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            asking.values(), timeout=NOTICE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
     if building.done() and building.exception() is None:
         return building.result()
     for lost in filter(_has_failed, asking.values()):
@@ -105,7 +122,9 @@ def _has_failed(task: "asyncio.Task[None]") -> bool:
     return task.done() and not task.cancelled() and task.exception() is not None
 
 
-async def _ask(spec: GroupSpec, endpoint: Endpoint, exchange: AddressExchange, store: AddressStore) -> None:
+async def _ask(
+    spec: GroupSpec, endpoint: Endpoint, exchange: AddressExchange, store: AddressStore
+) -> None:
     """Put the address data of an endpoint into the store, and return when the endpoint has built
     the group, too.
     """
@@ -115,7 +134,9 @@ async def _ask(spec: GroupSpec, endpoint: Endpoint, exchange: AddressExchange, s
         key, value = await exchange.ask(address, spec.epoch, spec.seconds)
         rank = sorted(spec.addresses).index(endpoint)
         if key.rpartition("/")[2] != str(rank):
-            raise MessageError(f"got an address for the key {key!r}, expected a key that ends in /{rank}")
+            raise MessageError(
+                f"got an address for the key {key!r}, expected a key that ends in /{rank}"
+            )
         check_gloo_address(value, store.own, len(spec.addresses))
         store.put(key, value)
         await exchange.wait_until_built(address, spec.epoch, spec.seconds)
@@ -138,7 +159,9 @@ def _build(spec: GroupSpec, store: AddressStore) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         # All pairs connect at once, although gloo may connect large groups lazily, so that an
         # unreachable peer is found here.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=spec.listen_host, lazy_init=False)]
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(hostname=spec.listen_host, lazy_init=False)
+        ]
         options._timeout = timedelta(seconds=spec.seconds)
         options._threads = 1
         group = dist.ProcessGroupGloo(store, endpoints.index(spec.me), len(endpoints), options)
@@ -151,4 +174,6 @@ def _build(spec: GroupSpec, store: AddressStore) -> dist.ProcessGroupGloo:
 
 
 def _not_built(spec: GroupSpec, cause: str) -> DeadlineError:
-    return DeadlineError(f"the group {spec.epoch!r} was not built within {spec.seconds:g} s: {cause}")
+    return DeadlineError(
+        f"the group {spec.epoch!r} was not built within {spec.seconds:g} s: {cause}"
+    )

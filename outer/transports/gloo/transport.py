@@ -1,4 +1,6 @@
-"""A transport over gloo: plain TCP between all endpoints, fast and unencrypted, for clusters that trust each other."""
+"""A transport over gloo: plain TCP between all endpoints, fast and unencrypted, for clusters that
+trust each other.
+"""
 
 import asyncio
 import contextlib
@@ -23,23 +25,34 @@ MAX_WAIT = timedelta(days=1)
 """Limit for one gloo call. The actual deadline is the caller's, which disconnects when it
 passes."""
 PREAMBLE_BYTES = 48
-"""Size of gloo's header. A payload takes three messages: sender ready, receiver ready, and the payload itself."""
+"""Size of gloo's header. A payload takes three messages: sender ready, receiver ready, and the
+payload itself.
+"""
 SENDS_IN_FLIGHT = 2
 """Limit per endpoint. Permissions for the other endpoint's sends use the same connection and
 queue behind this one's pending sends."""
 
 
 class GlooTransport:
-    """A Transport (outer.transports.base) over gloo. The first error ends an epoch's process group for good."""
+    """A Transport (outer.transports.base) over gloo. The first error ends an epoch's process group
+    for good.
+    """
 
     is_uneven = True
 
     def __init__(
-        self, me: Endpoint, messenger: Messenger, traffic: Traffic, listen_host: str, connect_seconds: float
+        self,
+        me: Endpoint,
+        messenger: Messenger,
+        traffic: Traffic,
+        listen_host: str,
+        connect_seconds: float,
     ) -> None:
         check_listen_host(listen_host)
         allow_many_files()  # Strangers may connect while a group is built.
-        self.max_payload_bytes = MAX_PAYLOAD_BYTES  # gloo delivers into buffers of the expected size only
+        self.max_payload_bytes = (
+            MAX_PAYLOAD_BYTES  # gloo delivers into buffers of the expected size only
+        )
         self.traffic = traffic
         self.address = f"gloo:{me}@{messenger.address}"
         self._me = me
@@ -64,14 +77,18 @@ class GlooTransport:
         group, rank = self._locate(to)
         num_bytes = check_payload(payload).numel()
         async with self._sending[to]:
-            await self._wait(to, lambda: group.send([_non_empty(payload)], rank, gloo_tag(tag, num_bytes)))
+            await self._wait(
+                to, lambda: group.send([_non_empty(payload)], rank, gloo_tag(tag, num_bytes))
+            )
         self.traffic.bytes_sent += num_bytes + 2 * PREAMBLE_BYTES
         self.traffic.bytes_received += PREAMBLE_BYTES
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         group, rank = self._locate(source)
         payload = BUFFERS.bytes(num_bytes)
-        await self._wait(source, lambda: group.recv([_non_empty(payload)], rank, gloo_tag(tag, num_bytes)))
+        await self._wait(
+            source, lambda: group.recv([_non_empty(payload)], rank, gloo_tag(tag, num_bytes))
+        )
         self.traffic.bytes_received += num_bytes + 2 * PREAMBLE_BYTES
         self.traffic.bytes_sent += PREAMBLE_BYTES
         return payload
@@ -82,7 +99,9 @@ class GlooTransport:
         self._group = None
         self._ranks = {}
         if group is not None:
-            await in_thread(lambda: _break_pairs(group, [r for e, r in ranks.items() if e != self._me]))
+            await in_thread(
+                lambda: _break_pairs(group, [r for e, r in ranks.items() if e != self._me])
+            )
 
     async def close(self) -> None:
         await self.disconnect()
@@ -123,8 +142,11 @@ def _non_empty(payload: torch.Tensor) -> torch.Tensor:
 def _break_pairs(group: Any, ranks: list[int]) -> None:
     """Close every connection of the group, so that all waits on them fail at once on both sides.
 
-    gloo has no other way to cancel: a wait that times out closes its pair, which fails all waits on the pair.
+    gloo has no other way to cancel: a wait that times out closes its pair, which fails all waits on
+    the pair.
     """
     for rank in ranks:
         with contextlib.suppress(Exception):
-            group.recv([torch.empty(1, dtype=torch.uint8)], rank, (1 << 31) - 1).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, dtype=torch.uint8)], rank, (1 << 31) - 1).wait(
+                timedelta(milliseconds=1)
+            )

@@ -60,9 +60,13 @@ class StreamOwner:
 
 
 class TlsStream:
-    """A Stream (outer.network.handshake) over TLS. One task reads; any number may write. An error closes it."""
+    """A Stream (outer.network.handshake) over TLS. One task reads; any number may write. An error
+    closes it.
+    """
 
-    def __init__(self, connection: socket.socket, owner: StreamOwner, peer: str, *, is_acceptor: bool) -> None:
+    def __init__(
+        self, connection: socket.socket, owner: StreamOwner, peer: str, *, is_acceptor: bool
+    ) -> None:
         """Create a stream on a connected socket, which is closed with the stream. Call
         `handshake` before anything else.
         """
@@ -70,7 +74,9 @@ class TlsStream:
         with suppress(OSError):  # it may have ended already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         context = owner.tls.server if is_acceptor else owner.tls.client
-        self._socket = context.wrap_socket(connection, server_side=is_acceptor, do_handshake_on_connect=False)
+        self._socket = context.wrap_socket(
+            connection, server_side=is_acceptor, do_handshake_on_connect=False
+        )
         self.peer = peer
         self.peer_key = ""
         self.run = owner.run
@@ -98,10 +104,14 @@ class TlsStream:
             if isinstance(error.__cause__, ssl.SSLError):
                 raise tls_refusal(error.__cause__) from None
             raise
-        self.certificate = self.certificate or hash_certificate(self._socket.getpeercert(binary_form=True))
+        self.certificate = self.certificate or hash_certificate(
+            self._socket.getpeercert(binary_form=True)
+        )
 
     async def write(self, header: Header, payload: memoryview | bytes) -> None:
-        """Send one frame, set its `num_bytes`, and return when it has left this process. Raises ConnectionError."""
+        """Send one frame, set its `num_bytes`, and return when it has left this process. Raises
+        ConnectionError.
+        """
         raw = pack_header(replace(header, num_bytes=len(payload)), self.run)
         view = memoryview(payload)
         async with self._writing:
@@ -118,7 +128,9 @@ class TlsStream:
         self._owner.traffic.bytes_sent += len(raw) + len(view)
 
     async def read(self, max_bytes: int) -> tuple[Header, torch.Tensor]:
-        """Read a frame; its payload is 1-D uint8. Raises MessageError, ConnectionError, or CutOffError within it."""
+        """Read a frame; its payload is 1-D uint8. Raises MessageError, ConnectionError, or
+        CutOffError within it.
+        """
         raw = bytearray(HEADER_BYTES)
         await self._fill(memoryview(raw), "")
         header = parse_header(bytes(raw), self.run, max_bytes)
@@ -167,7 +179,9 @@ class TlsStream:
     async def _fill(self, view: memoryview, where: str) -> None:
         filled = 0
         while filled < len(view):
-            received = await self._perform(lambda start=filled: self._socket.recv_into(view[start:]))
+            received = await self._perform(
+                lambda start=filled: self._socket.recv_into(view[start:])
+            )
             if not received:
                 raise self._end(where or ("within a header" if filled else ""))
             filled += received
@@ -274,7 +288,9 @@ class TlsStream:
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise
         except ssl.SSLError as error:
-            raise ConnectionResetError(f"TLS ended the connection: {error.reason or error}") from error
+            raise ConnectionResetError(
+                f"TLS ended the connection: {error.reason or error}"
+            ) from error
         except ConnectionError:
             raise
         except OSError as error:  # no route, a timeout of the kernel

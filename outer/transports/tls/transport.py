@@ -58,11 +58,15 @@ class TlsTransport(StreamTransport):
         self._addresses: Mapping[Endpoint, str] = {}
         self._threads = WaitingThreads()
         self._sizes = set[int]()
-        self._owner = StreamOwner(tls, hash_names(run_id, "bulk"), traffic, self._threads, self._allocate)
+        self._owner = StreamOwner(
+            tls, hash_names(run_id, "bulk"), traffic, self._threads, self._allocate
+        )
         self._listener = Listener(self._accept)
         self._renewals = Tasks()
 
-    async def open(self, host: str, port: int, announced_host: str | None, relays: Sequence[Route] = ()) -> None:
+    async def open(
+        self, host: str, port: int, announced_host: str | None, relays: Sequence[Route] = ()
+    ) -> None:
         """Accept connections on a host and port (0: any free port). Call this once. Raises OSError.
 
         `announced_host` and `relays` are announced to other islands. The relays' connections are
@@ -182,4 +186,8 @@ class TlsTransport(StreamTransport):
         """Return memory for a payload. Only payloads that this endpoint expects use memory that
         is kept for later.
         """
-        return BUFFERS.bytes(num_bytes) if num_bytes in self._sizes else torch.empty(num_bytes, dtype=torch.uint8)
+        return (
+            BUFFERS.bytes(num_bytes)
+            if num_bytes in self._sizes
+            else torch.empty(num_bytes, dtype=torch.uint8)
+        )

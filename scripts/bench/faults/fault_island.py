@@ -1,8 +1,10 @@
-"""One island of `fault_join.py`: the real outer loop on a model that is not trained. It prints its events.
+"""One island of `fault_join.py`: the real outer loop on a model that is not trained. It prints its
+events.
 
     python -m scripts.bench.faults.fault_island '{"index": 0, "kind": "gloo", ...}'
 
-Each event is a line of JSON: began (the network is open), entered (the island has a state), round (a round committed).
+Each event is a line of JSON: began (the network is open), entered (the island has a state), round
+(a round committed).
 """
 
 import json
@@ -32,7 +34,9 @@ TOKENS = 1000
 
 @dataclass(frozen=True)
 class FakeIslandSpec:
-    """One island of the run. A round lasts `inner_steps` x `step_seconds` plus the time of the reduce."""
+    """One island of the run. A round lasts `inner_steps` x `step_seconds` plus the time of the
+    reduce.
+    """
 
     index: int
     kind: str
@@ -59,19 +63,40 @@ def main() -> None:
         open_network(
             seat.kind,
             NetworkSettings(
-                "bench", name, 0, [seat.bootstrap], listen_host=seat.host, island_key=key_of(name), connect_seconds=60
+                "bench",
+                name,
+                0,
+                [seat.bootstrap],
+                listen_host=seat.host,
+                island_key=key_of(name),
+                connect_seconds=60,
             ),
         )
     )
-    config = OuterConfig(rounds=100_000, inner_steps=seat.inner_steps, codec="int8", start_islands=seat.num_starting)
+    config = OuterConfig(
+        rounds=100_000, inner_steps=seat.inner_steps, codec="int8", start_islands=seat.num_starting
+    )
     shapes = [(ROWS, ROWS)] * (seat.num_params // ROWS**2)
     params = FakeParams({f"weights.{i}": torch.zeros(shape) for i, shape in enumerate(shapes)})
-    outer = build_loop(config, identity_of(name), params, RankGroup(), network, loop, LoopSettings(joins=seat.joins))
+    outer = build_loop(
+        config,
+        identity_of(name),
+        params,
+        RankGroup(),
+        network,
+        loop,
+        LoopSettings(joins=seat.joins),
+    )
     print_event("began")
     before = received_bytes(), network.transport.traffic.bytes_received
     position = outer.begin()
     counted = network.transport.traffic.bytes_received - before[1]
-    print_event("entered", round=position.round, wire_bytes=received_bytes() - before[0], counted_bytes=counted)
+    print_event(
+        "entered",
+        round=position.round,
+        wire_bytes=received_bytes() - before[0],
+        counted_bytes=counted,
+    )
     while True:
         make_fake_steps(outer, params, seat)
         try:
@@ -82,7 +107,9 @@ def main() -> None:
             continue
         for report in reports:
             print_event(
-                "round" if report.is_committed else "aborted", round=report.round, participants=report.participants
+                "round" if report.is_committed else "aborted",
+                round=report.round,
+                participants=report.participants,
             )
 
 
@@ -99,7 +126,9 @@ def make_fake_steps(outer: OuterLoop, params: FakeParams, seat: FakeIslandSpec) 
 
 def received_bytes() -> int:
     """Return the bytes of frames received in this network namespace."""
-    lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line]
+    lines = [
+        line.split() for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line
+    ]
     return int(lines[0][1]) if lines else 0
 
 

@@ -1,4 +1,6 @@
-"""The cost of joining in bytes, time and slower rounds, on links of 100 Mbit/s (network namespaces; needs root)."""
+"""The cost of joining in bytes, time and slower rounds, on links of 100 Mbit/s (network namespaces;
+needs root).
+"""
 
 import itertools
 import json
@@ -57,7 +59,9 @@ class Join:
 class JoinBench:
     """Islands in separate network namespaces."""
 
-    def __init__(self, namespaces: list[Namespace], kind: str, num_params: int, folder: Path) -> None:
+    def __init__(
+        self, namespaces: list[Namespace], kind: str, num_params: int, folder: Path
+    ) -> None:
         self._namespaces = namespaces
         self._kind = kind
         self._num_params = num_params
@@ -69,7 +73,16 @@ class JoinBench:
         """Start the bootstrap process in the last namespace."""
         place = self._namespaces[-1]
         rendezvous = NETWORKS[self._kind].rendezvous
-        words = [sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", rendezvous, "--host", place.host]
+        words = [
+            sys.executable,
+            "-m",
+            "diloco",
+            "bootstrap",
+            "--rendezvous",
+            rendezvous,
+            "--host",
+            place.host,
+        ]
         child = self._start("bootstrap", place.command(*words))
         self.until(lambda: PREFIX in child.log.read_text(), "the bootstrap process")
         lines = [line for line in child.log.read_text().splitlines() if line.startswith(PREFIX)]
@@ -78,16 +91,32 @@ class JoinBench:
     def start_island(self, index: int) -> None:
         place = self._namespaces[index]
         seat = FakeIslandSpec(
-            index, self._kind, place.host, self._bootstrap, self._num_params, NUM_STARTING, INNER_STEPS, STEP_SECONDS
+            index,
+            self._kind,
+            place.host,
+            self._bootstrap,
+            self._num_params,
+            NUM_STARTING,
+            INNER_STEPS,
+            STEP_SECONDS,
         )
-        words = [sys.executable, "-m", "scripts.bench.faults.fault_island", json.dumps(asdict(seat))]
+        words = [
+            sys.executable,
+            "-m",
+            "scripts.bench.faults.fault_island",
+            json.dumps(asdict(seat)),
+        ]
         self._start(f"island-{index}", place.command(*words))
 
     def events(self, index: int) -> list[Event]:
         """Return the events that an island has printed so far."""
         path = self._folder / f"island-{index}.txt"
         text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines() if line.startswith('{"event"') and line.endswith("}")]
+        return [
+            json.loads(line)
+            for line in text.splitlines()
+            if line.startswith('{"event"') and line.endswith("}")
+        ]
 
     def rounds(self, index: int) -> list[Event]:
         return [event for event in self.events(index) if event["event"] == "round"]
@@ -98,7 +127,9 @@ class JoinBench:
         while not is_so():
             ended = [child for child in self.started if child.exit_code is not None]
             if ended or time.monotonic() > deadline:
-                logs = "\n".join(f"{child.name}:\n{child.log_tail(8)}" for child in ended or self.started)
+                logs = "\n".join(
+                    f"{child.name}:\n{child.log_tail(8)}" for child in ended or self.started
+                )
                 raise FaultBenchError(f"{what} did not happen within {GUARD_SECONDS:.0f} s\n{logs}")
             time.sleep(0.2)
 
@@ -109,7 +140,9 @@ class JoinBench:
 
 @contextmanager
 def open_bench(kind: str, num_params: int, num_islands: int) -> Iterator[JoinBench]:
-    """Start NUM_STARTING islands, in a network with room for more, and wait for ROUNDS_BEFORE committed rounds."""
+    """Start NUM_STARTING islands, in a network with room for more, and wait for ROUNDS_BEFORE
+    committed rounds.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="diloco-faults-") as folder,
         open_linked_namespaces(num_islands + 1, AccessLink(LINK_RATE)) as namespaces,
@@ -147,7 +180,9 @@ def _build_join(net: JoinBench, index: int, before: list[Event], num_params: int
     first = events["round"]
     commits = [event["time"] for event in net.rounds(0)]
     # Rounds that overlap the time from the start of the joiner until it had its state.
-    spans = [(a, b) for a, b in itertools.pairwise(commits) if b > began["time"] and a < entered["time"]]
+    spans = [
+        (a, b) for a, b in itertools.pairwise(commits) if b > began["time"] and a < entered["time"]
+    ]
     times = [event["time"] for event in before]
     return Join(
         num_params=num_params,

@@ -14,7 +14,13 @@ from typing import Literal
 
 from diloco.faults.self_inflicted import request_fault
 from diloco.faults.spec import parse_fault
-from tests.faults.forked import POLL_SECONDS, RecordReader, open_forked_swarm, process_tree, train_at_pace
+from tests.faults.forked import (
+    POLL_SECONDS,
+    RecordReader,
+    open_forked_swarm,
+    process_tree,
+    train_at_pace,
+)
 from tests.swarm import Island, Swarm
 
 NUM_ISLANDS = 4
@@ -25,7 +31,9 @@ QUIET_ROUNDS = 3
 GUARD_SECONDS = 120.0
 FREEZE_SECONDS = 20.0
 Moment = Literal["any", "reduce"]
-"""When an island is killed: at a random moment of a round, or in the reduce, when the first mean has reached it."""
+"""When an island is killed: at a random moment of a round, or in the reduce, when the first mean
+has reached it.
+"""
 
 
 class FaultBenchError(Exception):
@@ -55,12 +63,16 @@ class Timing:
     @property
     def rest(self) -> float:
         """Median seconds of inner steps, vote and outer step."""
-        return median(r - w - d for r, w, d in zip(self.rounds, self.waits, self.reduces, strict=True))
+        return median(
+            r - w - d for r, w, d in zip(self.rounds, self.waits, self.reduces, strict=True)
+        )
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Rounds without and with a kill. A stall is the slowest survivor's round minus the median quiet round."""
+    """Rounds without and with a kill. A stall is the slowest survivor's round minus the median
+    quiet round.
+    """
 
     quiet: Timing
     killed: Timing
@@ -82,7 +94,9 @@ class StallBench:
 
     def __init__(self, made: Swarm) -> None:
         self._made = made
-        self.islands: list[Island] = [made.start(i, train_at_pace(STEP_SECONDS)) for i in range(NUM_ISLANDS)]
+        self.islands: list[Island] = [
+            made.start(i, train_at_pace(STEP_SECONDS)) for i in range(NUM_ISLANDS)
+        ]
         self.watches = [RecordReader(island) for island in self.islands]
 
     def restart(self, index: int) -> None:
@@ -96,7 +110,9 @@ class StallBench:
         All its processes can then be killed.
         """
         island = self.islands[index]
-        request_fault(island.folder, parse_fault(f"freeze:{index}@round={round_number},phase=reducing"))
+        request_fault(
+            island.folder, parse_fault(f"freeze:{index}@round={round_number},phase=reducing")
+        )
         self.until(lambda: island.is_stopped, "the reduce of a round")
 
     def until(self, is_so: Callable[[], bool], what: str) -> None:
@@ -113,15 +129,21 @@ class StallBench:
     def is_full(self, number: int) -> bool:
         """Return whether all islands committed the round together."""
         records = [watch.commits.get(number) for watch in self.watches]
-        return all(record is not None and len(record.participants) == NUM_ISLANDS for record in records)
+        return all(
+            record is not None and len(record.participants) == NUM_ISLANDS for record in records
+        )
 
     def next_full(self, after: int) -> int:
-        """Wait for the first round later than `after` that all islands commit together, and return its number."""
+        """Wait for the first round later than `after` that all islands commit together, and return
+        its number.
+        """
         watch = self.watches[0]
         found = [-1]
 
         def look() -> bool:
-            found[:] = [number for number in range(after + 1, watch.last + 1) if self.is_full(number)][:1]
+            found[:] = [
+                number for number in range(after + 1, watch.last + 1) if self.is_full(number)
+            ][:1]
             return bool(found)
 
         self.until(look, "a round of all islands")
@@ -134,7 +156,9 @@ def open_bench(transport: str) -> Iterator[StallBench]:
     overrides = (f"outer.inner_steps={INNER_STEPS}", "optimizer.tokens_per_step=128")
     with (
         tempfile.TemporaryDirectory(prefix="diloco-faults-") as folder,
-        open_forked_swarm(Path(folder), transport, [{} for _ in range(NUM_ISLANDS)], *overrides) as (made, _),
+        open_forked_swarm(
+            Path(folder), transport, [{} for _ in range(NUM_ISLANDS)], *overrides
+        ) as (made, _),
     ):
         running = StallBench(made)
         first = running.next_full(-1)
@@ -142,7 +166,9 @@ def open_bench(transport: str) -> Iterator[StallBench]:
         yield running
 
 
-def measure_stall(transport: str, kills: int, seed: int, moment: Moment, *, with_daemon: bool) -> Stall:
+def measure_stall(
+    transport: str, kills: int, seed: int, moment: Moment, *, with_daemon: bool
+) -> Stall:
     """Kill an island at this moment of a round `kills` times, with or without its libp2p daemon."""
     draw = random.Random(seed)
     result = Stall(Timing(), Timing(), 0)
@@ -161,7 +187,10 @@ def measure_stall(transport: str, kills: int, seed: int, moment: Moment, *, with
                 running.stop_in_reduce(victim, last + 1)
             kill(running.islands[victim], with_daemon=with_daemon)
             survivors = [watch for i, watch in enumerate(running.watches) if i != victim]
-            running.until(lambda s=survivors, n=last + 1: all(w.last >= n for w in s), "the round after a kill")
+            running.until(
+                lambda s=survivors, n=last + 1: all(w.last >= n for w in s),
+                "the round after a kill",
+            )
             if len(survivors[0].commits[last + 1].participants) == NUM_ISLANDS - 1:
                 result.killed.add(survivors, last + 1)
             else:
@@ -171,7 +200,9 @@ def measure_stall(transport: str, kills: int, seed: int, moment: Moment, *, with
 
 
 def kill(island: Island, *, with_daemon: bool) -> None:
-    """Kill the island's process, and with `with_daemon` all of its processes, as when a machine is lost."""
+    """Kill the island's process, and with `with_daemon` all of its processes, as when a machine is
+    lost.
+    """
     for pid in process_tree(island.ranks[0]) if with_daemon else [island.ranks[0].pid]:
         os.kill(pid, signal.SIGKILL)
 
@@ -196,7 +227,9 @@ def measure_freeze(transport: str, seed: int) -> Freeze:
         others = [watch for i, watch in enumerate(running.watches) if i != victim]
         name = running.islands[victim].folder.name
         before = running.next_full(others[0].last)
-        round_seconds = median(others[0].seconds(number) for number in range(before - 2, before + 1))
+        round_seconds = median(
+            others[0].seconds(number) for number in range(before - 2, before + 1)
+        )
         time.sleep(round_seconds / 2)
         pids = process_tree(running.islands[victim].ranks[0])
         frozen = signal_all(pids, signal.SIGSTOP)
@@ -208,7 +241,12 @@ def measure_freeze(transport: str, seed: int) -> Freeze:
             return [n for n, r in others[0].commits.items() if n > last and name in r.participants]
 
         running.until(lambda: bool(back()), "a round with the woken island")
-        first = min(record.time for watch in others for record in watch.commits.values() if record.time > frozen)
+        first = min(
+            record.time
+            for watch in others
+            for record in watch.commits.values()
+            if record.time > frozen
+        )
         number = min(back())
         return Freeze(
             round_seconds=round_seconds,

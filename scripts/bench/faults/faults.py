@@ -1,19 +1,24 @@
-"""The cost of faults for a run: stalls, freezes, joins and storms, with real processes on this machine.
+"""The cost of faults for a run: stalls, freezes, joins and storms, with real processes on this
+machine.
 
     python scripts/bench/faults/faults.py [stall] [freeze] [join] [storm]
         [--transports gloo,tls,hivemind]
         [--moments any,reduce] [--kills 10] [--faults 50] [--params 25e6] [--seed 0] [--json FILE]
 
-stall   One of 4 islands is killed, at a random moment of a round or in the middle of its reduce, when the first mean
-        has arrived. The stall is the survivors' next round, from commit to commit, minus the median quiet round;
-        nothing else is subtracted, so a kill in the reduce costs a second reduce, too. Over hivemind the island is
-        killed alone and with its libp2p daemon, as when its machine dies. "noise" is the same difference without a
-        kill.
-freeze  One of 4 islands is frozen for 20 s: when the others commit next, and when it is back in a committed round.
-join    A new island takes the state of 4 islands on links of 100 Mbit/s (needs root), then three do so at once.
-storm   Seeded faults of mixed kinds over 5 islands: how much is committed, and how much work is lost.
+stall   One of 4 islands is killed, at a random moment of a round or in the middle of its reduce,
+        when the first mean has arrived. The stall is the survivors' next round, from commit to
+        commit, minus the median quiet round; nothing else is subtracted, so a kill in the reduce
+        costs a second reduce, too. Over hivemind the island is killed alone and with its libp2p
+        daemon, as when its machine dies. "noise" is the same difference without a kill.
+freeze  One of 4 islands is frozen for 20 s: when the others commit next, and when it is back in a
+        committed round.
+join    A new island takes the state of 4 islands on links of 100 Mbit/s (needs root), then three do
+        so at once.
+storm   Seeded faults of mixed kinds over 5 islands: how much is committed, and how much work is
+        lost.
 
-Inner steps have a fixed duration in stall, freeze and storm, so that rounds do not get faster when a core is freed.
+Inner steps have a fixed duration in stall, freeze and storm, so that rounds do not get faster when
+a core is freed.
 """
 
 import argparse
@@ -51,11 +56,15 @@ Figures = dict[str, Any]
 
 
 def show_stall(transport: str, args: argparse.Namespace) -> Figures:
-    """Measure and print the stall by moment of the kill; over hivemind both with and without the daemon."""
+    """Measure and print the stall by moment of the kill; over hivemind both with and without the
+    daemon.
+    """
     figures: Figures = {}
     for how in ("process", "process and daemon") if transport == "hivemind" else ("process",):
         for moment in args.moments:
-            stall = measure_stall(transport, args.kills, args.seed, moment, with_daemon=how != "process")
+            stall = measure_stall(
+                transport, args.kills, args.seed, moment, with_daemon=how != "process"
+            )
             figures[f"{how}, {moment}"] = asdict(stall)
             _print_stall(f"stall   {transport:<9}{how:<19}{moment:<7}", stall, TARGETS[transport])
     return figures
@@ -69,12 +78,20 @@ def _print_stall(begin: str, stall: Stall, target: float) -> None:
     noise = stall.noise
     indent = " " * len(begin)
     print(
-        f"{begin}median {middle:+.3f} s (target {target}), {middle / usual:+.1%} of a round of {usual:.2f} s, of which "
-        f"the reduce takes {median(quiet.reduces):.3f} s; max {max(stall.stalls):+.3f} s; {len(stall.stalls)} kills"
+        f"{begin}median {middle:+.3f} s (target {target}), {middle / usual:+.1%} of a round of "
+        f"{usual:.2f} s, of which "
+        f"the reduce takes {median(quiet.reduces):.3f} s; max {max(stall.stalls):+.3f} s; "
+        f"{len(stall.stalls)} kills"
         + (f", {stall.num_void} more came too late" if stall.num_void else "")
     )
-    print(f"{indent}noise: median {median(noise):+.3f} s, max {max(noise):+.3f} s; {len(noise)} rounds without a kill")
-    plan, reduce = (median(k) - median(q) for k, q in ((killed.waits, quiet.waits), (killed.reduces, quiet.reduces)))
+    print(
+        f"{indent}noise: median {median(noise):+.3f} s, max {max(noise):+.3f} s; {len(noise)} "
+        "rounds without a kill"
+    )
+    plan, reduce = (
+        median(k) - median(q)
+        for k, q in ((killed.waits, quiet.waits), (killed.reduces, quiet.reduces))
+    )
     rest = killed.rest - quiet.rest
     print(
         f"{indent}including plan {plan:+.3f} s, connect and reduce {reduce:+.3f} s, "
@@ -102,7 +119,10 @@ def show_join(transport: str, args: argparse.Namespace) -> Figures:
     for who, join in (("one", alone), *(("of three", join) for join in three)):
         _print_join(f"join    {transport:<9}{who:<9}", join)
     seconds = max(join.first_commit for join in three) - min(join.began for join in three)
-    print(f"join    {transport:<9}all three are in a committed round {seconds:.1f} s after the first began")
+    print(
+        f"join    {transport:<9}all three are in a committed round {seconds:.1f} s after the first "
+        "began"
+    )
     return {"alone": asdict(alone), "three": [asdict(join) for join in three]}
 
 
@@ -124,10 +144,13 @@ def show_storm(transport: str, args: argparse.Namespace) -> Figures:
     summary = outcome.summary
     kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
     print(
-        f"storm   {transport:<9}{sum(summary['faults'].values())} faults ({kinds}) in {outcome.seconds:.0f} s: "
-        f"{summary['rounds_committed']} rounds committed, {summary['rounds_aborted']} attempts aborted, "
+        f"storm   {transport:<9}{sum(summary['faults'].values())} faults ({kinds}) in "
+        f"{outcome.seconds:.0f} s: "
+        f"{summary['rounds_committed']} rounds committed, {summary['rounds_aborted']} attempts "
+        "aborted, "
         f"{len(summary['rounds_disagreeing'])} rounds with more than one result, "
-        f"{summary['committed_share']:.1%} of {summary['steps_trained']} inner steps in committed rounds"
+        f"{summary['committed_share']:.1%} of {summary['steps_trained']} inner steps in committed "
+        "rounds"
     )
     return summary
 
@@ -146,11 +169,17 @@ def _ordinal(number: int) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"any of {', '.join(FIGURES)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "figures", nargs="*", metavar="FIGURE", help=f"any of {', '.join(FIGURES)}; default: all"
+    )
     parser.add_argument("--transports", type=choices(TRANSPORTS), default=list(TRANSPORTS))
     moments = "when islands are killed in stall: at a random moment of a round, in the reduce"
-    parser.add_argument("--moments", type=choices(get_args(Moment)), default=list(get_args(Moment)), help=moments)
+    parser.add_argument(
+        "--moments", type=choices(get_args(Moment)), default=list(get_args(Moment)), help=moments
+    )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--faults", type=int, default=50, help="number of faults of the storm")
     parser.add_argument(
@@ -183,7 +212,10 @@ def main() -> None:
                 has_failed = True
                 print(f"{name:<8}{transport:<9}failed: {error}")
             load = f"load {before:.1f} before, {os.getloadavg()[0]:.1f} after"
-            print(f"{'':<8}({time.monotonic() - started:.0f} s on {os.cpu_count()} cores, {load})", flush=True)
+            print(
+                f"{'':<8}({time.monotonic() - started:.0f} s on {os.cpu_count()} cores, {load})",
+                flush=True,
+            )
     if args.json:
         args.json.write_text(json.dumps(measured, indent=1))
     sys.exit(has_failed)

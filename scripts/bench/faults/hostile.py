@@ -33,10 +33,23 @@ from scripts.bench.arguments import choices  # noqa: E402
 from tests.hostile.attacks import ATTACKS  # noqa: E402
 from tests.hostile.scene import NO_ATTACK, Attack, MiB, Outcome, Scene, scene  # noqa: E402
 
-HEADER = ("attack", "network", "key", "rounds", "without", "after", "wait s", "T s", "memory MB", "daemon MB")
+HEADER = (
+    "attack",
+    "network",
+    "key",
+    "rounds",
+    "without",
+    "after",
+    "wait s",
+    "T s",
+    "memory MB",
+    "daemon MB",
+)
 
 
-def play_all(folder: Path, network: str, attacks: list[Attack], seconds: float) -> Iterator[Outcome | str]:
+def play_all(
+    folder: Path, network: str, attacks: list[Attack], seconds: float
+) -> Iterator[Outcome | str]:
     """Yield the outcome of each attack, first of none; a text instead if something went wrong."""
     with ExitStack() as stack:
         run: Scene | None = None
@@ -70,8 +83,12 @@ def line_of(outcome: Outcome, usual: float) -> tuple[object, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", type=choices(("gloo", "tls", "hivemind")), default=["gloo", "tls", "hivemind"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--networks", type=choices(("gloo", "tls", "hivemind")), default=["gloo", "tls", "hivemind"]
+    )
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--only", default="", help="only attacks whose name matches this pattern")
     parser.add_argument("--json", type=Path)

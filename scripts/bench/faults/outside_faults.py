@@ -14,10 +14,13 @@ an island gets no more memory, file descriptors, threads, or room on its disk or
 bootstrap process is killed. Killed processes come back, as after a machine's restart. At least half
 of the islands are well at any time, and the next fault waits for a commit after the last one.
 
-  first     seconds from the fault to the next round that a healthy island commits; it may have been under way
+  first     seconds from the fault to the next round that a healthy island commits; it may have been
+            under way
   second    seconds to the round after that, which began after the fault
-  back      seconds from the end of the fault (the restart, or the waking) to the island's next committed round
-  T         outer.agreement.running.limits.commit_bound by the healthy islands' measurements at the time of the fault
+  back      seconds from the end of the fault (the restart, or the waking) to the island's next
+            committed round
+  T         outer.agreement.running.limits.commit_bound by the healthy islands' measurements at the
+            time of the fault
 
 A run is one line of FOLDER/results.jsonl. Runs in that file are not made again, so the command can
 be stopped and repeated. It exits with status 1 if anything hung, exited, split, was trained twice
@@ -54,9 +57,15 @@ def main() -> None:
     for transport in () if args.table else args.transports:
         for seed in range(args.seed, args.seed + num_runs):
             if not any((run.transport, run.seed) == (transport, seed) for run in results.read()):
-                run = make_run(OutsideSettings(transport, args.a_run, seed, is_apart=args.apart), args.folder)
+                run = make_run(
+                    OutsideSettings(transport, args.a_run, seed, is_apart=args.apart), args.folder
+                )
                 results.add(run)
-                print(f"{transport} seed {seed}: {run.outcome['seconds']:.0f} s; {run.problems or 'well'}", flush=True)
+                print(
+                    f"{transport} seed {seed}: {run.outcome['seconds']:.0f} s; "
+                    f"{run.problems or 'well'}",
+                    flush=True,
+                )
     runs = results.read()
     print_table(runs)
     sys.exit(any(run.problems for run in runs))
@@ -110,7 +119,8 @@ def make_run(settings: OutsideSettings, folder: Path) -> Run:
 def print_table(runs: Sequence[Run]) -> None:
     """Print the times by network and kind of fault, and the counts of what must not happen."""
     print(
-        f"\n{'':<22}{'faults':>7}{'  first: median':>16}{'p90':>7}{'max':>7}{'  second: median':>17}{'max':>7}",
+        f"\n{'':<22}{'faults':>7}{'  first: median':>16}{'p90':>7}{'max':>7}"
+        + f"{'  second: median':>17}{'max':>7}",
         end="",
     )
     print(f"{'  back: median':>15}{'max':>7}{'  T: least':>11}{'most':>7}")
@@ -125,7 +135,10 @@ def print_table(runs: Sequence[Run]) -> None:
         totals.update(run.counts)
     seconds, rounds = (sum(run.outcome[name] for run in runs) for name in ("seconds", "num_rounds"))
     restarts = sum(run.outcome["num_restarts"] for run in runs)
-    print(f"{len(runs)} runs of {seconds / 60:.0f} min in all, {rounds} rounds, {restarts} restarts by a launcher")
+    print(
+        f"{len(runs)} runs of {seconds / 60:.0f} min in all, {rounds} rounds, {restarts} restarts "
+        "by a launcher"
+    )
     print(", ".join(f"{what}: {number}" for what, number in totals.items()))
 
 
@@ -150,14 +163,22 @@ def p90(values: Sequence[float]) -> float:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=200, help="number of faults over all networks together")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--faults", type=int, default=200, help="number of faults over all networks together"
+    )
     parser.add_argument("--a-run", type=int, default=20, help="number of faults of one run")
     parser.add_argument("--transports", type=choices(TRANSPORTS), default=list(TRANSPORTS))
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run of each network")
     parser.add_argument("--folder", type=Path, default=Path("runs/outside-faults"))
-    parser.add_argument("--not-apart", dest="apart", action="store_false", default=os.geteuid() == 0)
-    parser.add_argument("--table", action="store_true", help="only print the table of the runs in the folder")
+    parser.add_argument(
+        "--not-apart", dest="apart", action="store_false", default=os.geteuid() == 0
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="only print the table of the runs in the folder"
+    )
     return parser.parse_args()
 
 

@@ -3,9 +3,9 @@
     python -m scripts.bench.inner.checkpoints [--megabytes N] [--tensors N] [--repeat N]
 
 A model with AdamW states is saved and loaded in turn by ours, by torch.distributed.checkpoint with
-its files synchronised to the disk, and by safetensors, likewise. Ours includes what the others do not
-have: the hash of every byte while it is saved, the check of these hashes before it is loaded, and
-publishing. A ratio above 1 means that ours is faster.
+its files synchronised to the disk, and by safetensors, likewise. Ours includes what the others do
+not have: the hash of every byte while it is saved, the check of these hashes before it is loaded,
+and publishing. A ratio above 1 means that ours is faster.
 """
 
 import argparse
@@ -41,7 +41,9 @@ class State:
         columns = 512
         rows = max(num_bytes // num_tensors // 4 // columns, 1)
         self.inner_step = 1
-        self.model_parts = [nn.Sequential(*(nn.Linear(columns, rows, bias=False) for _ in range(num_tensors // 3)))]
+        self.model_parts = [
+            nn.Sequential(*(nn.Linear(columns, rows, bias=False) for _ in range(num_tensors // 3)))
+        ]
         self.optimizers = [torch.optim.AdamW(self.model_parts[0].parameters(), foreach=False)]
         for param in self.model_parts[0].parameters():
             param.grad = torch.randn_like(param)
@@ -51,7 +53,10 @@ class State:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All saved tensors by name, sharing memory."""
-        return {name: copies[0] for name, copies in live_tensors(self.model_parts, self.optimizers).items()}
+        return {
+            name: copies[0]
+            for name, copies in live_tensors(self.model_parts, self.optimizers).items()
+        }
 
 
 def main() -> None:
@@ -71,7 +76,12 @@ def main() -> None:
             "safetensors": plain(state, folder / "plain.safetensors"),
         }
         for number, what in enumerate(("save", "load")):
-            compare(what, {name: pair[number] for name, pair in contestants.items()}, megabytes, args.repeat)
+            compare(
+                what,
+                {name: pair[number] for name, pair in contestants.items()},
+                megabytes,
+                args.repeat,
+            )
     finally:
         shutil.rmtree(folder)
 
@@ -93,9 +103,15 @@ def theirs(state: State, folder: Path) -> Contestant:
 
     def save() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        dcp.save(state.tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), no_dist=True)
+        dcp.save(
+            state.tensors,
+            storage_writer=dcp.FileSystemWriter(folder, sync_files=True),
+            no_dist=True,
+        )
 
-    return save, lambda: dcp.load(state.tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return save, lambda: dcp.load(
+        state.tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True
+    )
 
 
 def plain(state: State, file: Path) -> Contestant:
@@ -116,7 +132,9 @@ def plain(state: State, file: Path) -> Contestant:
     return save, load
 
 
-def compare(what: str, sides: dict[str, Callable[[], object]], megabytes: float, repeat: int) -> None:
+def compare(
+    what: str, sides: dict[str, Callable[[], object]], megabytes: float, repeat: int
+) -> None:
     """Time all in turn, and print medians and the median ratio to ours."""
     times: dict[str, list[Seconds]] = {name: [] for name in sides}
     for _ in range(repeat + 1):
@@ -145,7 +163,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=307)
     parser.add_argument("--tensors", type=int, default=300)
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--folder", help="where the files are written (the folder for temporary files)")
+    parser.add_argument(
+        "--folder", help="where the files are written (the folder for temporary files)"
+    )
     return parser.parse_args()
 
 

@@ -3,12 +3,12 @@
     python -m scripts.bench.inner.data [--what loader,shards,prepare] [--megabytes N]
         [--processes N,...] [--repeat N]
 
-loader: reads batches of the quickstart's shape from the standard library's tokens, both with all pages in memory and
-with an empty page cache, relative to the quickstart's trainer. Each side is one process with one thread.
-shards: the same text by shards (data.order: shards), fetched from a folder through a cache while it is read.
-prepare: tokenises the standard library's text from a .jsonl file with a BPE tokenizer of 8192 tokens trained on it.
-Both sides use the same rows, the same tokenizer and equally many processes, and write files that can be memory-mapped.
-Ratios above 1 mean faster.
+loader: reads batches of the quickstart's shape from the standard library's tokens, both with all
+pages in memory and with an empty page cache, relative to the quickstart's trainer. Each side is one
+process with one thread. shards: the same text by shards (data.order: shards), fetched from a folder
+through a cache while it is read. prepare: tokenises the standard library's text from a .jsonl file
+with a BPE tokenizer of 8192 tokens trained on it. Both sides use the same rows, the same tokenizer
+and equally many processes, and write files that can be memory-mapped. Ratios above 1 mean faster.
 """
 
 import argparse
@@ -65,7 +65,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def compare_loader(folder: Path, repeat: int) -> None:
-    """Print the loader's speed relative to the trainer's, in CPU time, or in wall time where it waits for the disk."""
+    """Print the loader's speed relative to the trainer's, in CPU time, or in wall time where it
+    waits for the disk.
+    """
     # Imported late, because the processes that tokenise import this file and do not need torch.
     import torch
 
@@ -78,21 +80,32 @@ def compare_loader(folder: Path, repeat: int) -> None:
     batches = IslandBatches(corpus, config.data.seq_len, config.seed, 1, per_step)
     files = list((folder / "loader").rglob("*.bin"))
     step = build_trainer_step(config, batches)
-    rows: dict[str, list[float]] = {"model": [], "loader, pages in memory": [], "loader, files forgotten": []}
+    rows: dict[str, list[float]] = {
+        "model": [],
+        "loader, pages in memory": [],
+        "loader, files forgotten": [],
+    }
     for number in range(repeat):
         rows["model"].append(1 / time_action(step, clock=time.process_time))
         steps = range(number * STEPS, (number + 1) * STEPS)
         drop_page_cache(files)
-        rows["loader, files forgotten"].append(STEPS / time_action(lambda s=steps: read_batches(batches, s)))
+        rows["loader, files forgotten"].append(
+            STEPS / time_action(lambda s=steps: read_batches(batches, s))
+        )
         in_memory = time_action(lambda s=steps: read_batches(batches, s), clock=time.process_time)
         rows["loader, pages in memory"].append(STEPS / in_memory)
     for what, speeds in rows.items():
         tokens = median(speeds) * config.optimizer.tokens_per_step
-        print(f"{what:<26}{tokens:>14,.0f} tokens/s{median(speeds) / median(rows['model']):>10.1f} x model")
+        print(
+            f"{what:<26}{tokens:>14,.0f} tokens/s{median(speeds) / median(rows['model']):>10.1f} x "
+            "model"
+        )
 
 
 def compare_shards(folder: Path, repeat: int) -> None:
-    """Print the speed of reading shards from a folder through a cache, in wall time, relative to the trainer's."""
+    """Print the speed of reading shards from a folder through a cache, in wall time, relative to
+    the trainer's.
+    """
     import torch
 
     from inner.data.batches import IslandBatches
@@ -101,7 +114,9 @@ def compare_shards(folder: Path, repeat: int) -> None:
     from inner.data.streaming.store import Store
 
     torch.set_num_threads(1)
-    config = load_config(ROOT / "configs/quickstart.yaml", ["data.order=shards", f"data.shard_tokens={SHARD_TOKENS}"])
+    config = load_config(
+        ROOT / "configs/quickstart.yaml", ["data.order=shards", f"data.shard_tokens={SHARD_TOKENS}"]
+    )
     store = Store(str(folder / "store"), 60)
     publish(config.data, shards_identity(config.data), store, 1, lambda index, share: None)
     place = {"source": "shards", "paths": [store.url]}
@@ -118,11 +133,16 @@ def compare_shards(folder: Path, repeat: int) -> None:
         read.append(STEPS / time_action(lambda s=steps: read_batches(batches, s)))
     corpus.close()
     tokens = median(read) * config.optimizer.tokens_per_step
-    print(f"{'shards through a cache':<26}{tokens:>14,.0f} tokens/s{median(read) / median(model):>10.1f} x model")
+    print(
+        f"{'shards through a cache':<26}{tokens:>14,.0f} "
+        f"tokens/s{median(read) / median(model):>10.1f} x model"
+    )
 
 
 def build_trainer_step(config: Config, batches: "IslandBatches") -> Callable[[], object]:
-    """Build a function that makes one inner step of the quickstart's model, on text that has been read beforehand."""
+    """Build a function that makes one inner step of the quickstart's model, on text that has been
+    read beforehand.
+    """
     import torch
 
     from diloco.assemble import build_trainer
@@ -145,14 +165,18 @@ def read_batches(batches: "IslandBatches", steps: range) -> None:
 
 
 def drop_page_cache(files: list[Path]) -> None:
-    """Ask the system to drop the cached pages of the files. It may keep mapped pages that are in use."""
+    """Ask the system to drop the cached pages of the files. It may keep mapped pages that are in
+    use.
+    """
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def time_action(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+def time_action(
+    action: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Run the action, and return its seconds by the clock."""
     started_at = clock()
     action()
@@ -169,9 +193,13 @@ def compare_prepare(folder: Path, args: argparse.Namespace) -> None:
 
     megabytes = text.stat().st_size / 1e6
     for processes in args.processes:
-        sides = [compare_once(text, tokenizer, folder / "both", processes) for _ in range(args.repeat)]
+        sides = [
+            compare_once(text, tokenizer, folder / "both", processes) for _ in range(args.repeat)
+        ]
         wall, cpu = (median(theirs[i] / ours[i] for ours, theirs in sides) for i in (0, 1))
-        ours, theirs = (megabytes / median(side[0] for side in both) for both in zip(*sides, strict=True))
+        ours, theirs = (
+            megabytes / median(side[0] for side in both) for both in zip(*sides, strict=True)
+        )
         print(
             f"{processes} processes: prepare {ours:.2f} MB/s, datasets.map {theirs:.2f} MB/s; "
             f"ratio {wall:.2f} of wall time, {cpu:.2f} of CPU time",
@@ -179,7 +207,9 @@ def compare_prepare(folder: Path, args: argparse.Namespace) -> None:
         )
 
 
-def compare_once(text: Path, tokenizer: Path, folder: Path, processes: int) -> list[tuple[float, float]]:
+def compare_once(
+    text: Path, tokenizer: Path, folder: Path, processes: int
+) -> list[tuple[float, float]]:
     """Return the (wall, CPU) seconds of prepare, then of datasets.map."""
     costs = []
     for side in (run_prepare, run_datasets):
@@ -244,7 +274,9 @@ def train_tokenizer(text: Path, path: Path) -> None:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+    )
     with text.open(encoding="utf-8") as lines:
         tokenizer.train_from_iterator(
             (json.loads(line)["text"] for line, _ in zip(lines, range(300), strict=False)), trainer

@@ -34,8 +34,15 @@ CONTESTANTS = ("causal", "documents", "mask of all pairs")
 def main() -> None:
     """Print a table with a row for each length and contestant."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--lengths", type=whole_numbers, default=[512, 2048, 8192], help="positions, comma-separated")
-    parser.add_argument("--document", type=int, default=300, help="mean number of tokens per document")
+    parser.add_argument(
+        "--lengths",
+        type=whole_numbers,
+        default=[512, 2048, 8192],
+        help="positions, comma-separated",
+    )
+    parser.add_argument(
+        "--document", type=int, default=300, help="mean number of tokens per document"
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     args = parser.parse_args()
     # A fork hangs if its parent has run OpenMP on several threads.
@@ -47,12 +54,20 @@ def main() -> None:
 
 
 def _print_rows(seq_len: int, mean_length: int, num_steps: int) -> None:
-    pools = [get_context("fork").Pool(1, _prepare, (what, seq_len, mean_length)) for what in CONTESTANTS]
+    pools = [
+        get_context("fork").Pool(1, _prepare, (what, seq_len, mean_length)) for what in CONTESTANTS
+    ]
     seconds = [[pool.apply(_step) for pool in pools] for _ in range(num_steps + 1)]
     times = [median(each) for each in zip(*seconds[1:], strict=True)]
     growths = [_close(pool) for pool in pools]
     for what, spent, grown in zip(CONTESTANTS, times, growths, strict=True):
-        cells = what, f"{spent:.3f}", f"{spent / times[0]:.2f}", f"{grown / 1e6:.0f}", f"{grown / growths[0]:.2f}"
+        cells = (
+            what,
+            f"{spent:.3f}",
+            f"{spent / times[0]:.2f}",
+            f"{grown / 1e6:.0f}",
+            f"{grown / growths[0]:.2f}",
+        )
         print(f"| {seq_len} | {' | '.join(cells)} |", flush=True)
 
 
@@ -82,7 +97,9 @@ def _prepare(what: str, seq_len: int, mean_length: int) -> None:
     window = torch.randint(1, SIZES.vocab_size, (1, seq_len + 1), generator=generator)
     window[torch.rand(window.shape, generator=generator) < 1 / mean_length] = EOS
     _Contestant.model = model
-    _Contestant.batch = Cutter(torch.arange(seq_len), seq_len, None if what == "causal" else EOS)(window)
+    _Contestant.batch = Cutter(torch.arange(seq_len), seq_len, None if what == "causal" else EOS)(
+        window
+    )
     _Contestant.before = _peak()
 
 
@@ -103,13 +120,17 @@ def _peak() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _mask_all_pairs(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None) -> Tensor:
+def _mask_all_pairs(
+    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None
+) -> Tensor:
     """Compute what `causal_attention` computed before it took documents one by one."""
     assert packing is not None
     documents_BS = torch.from_numpy(packing.sequences_BT)
     seen_B1SS = (documents_BS[:, None, :, None] == documents_BS[:, None, None, :]).tril()
     heads_first = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=seen_B1SS, enable_gqa=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        *heads_first, attn_mask=seen_B1SS, enable_gqa=True
+    ).transpose(1, 2)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""CPU time of a step of a mixture of experts: inner's trainer beside plain PyTorch and transformers, on one process.
+"""CPU time of a step of a mixture of experts: inner's trainer beside plain PyTorch and
+transformers, on one process.
 
     python scripts/bench/inner/experts.py [--steps N] [--experts 16] [--dim 256]
 
@@ -7,9 +8,9 @@
     loop          the same, with a loop over the experts
     transformers  MixtralForCausalLM as it comes
 
-Contestants take turns, one step each. They begin with the same weights and read the same sequences, so their first
-losses must agree. A ratio is the median over the rounds of a contestant's tokens per CPU second, divided by those of
-`loop` in the same round.
+Contestants take turns, one step each. They begin with the same weights and read the same sequences,
+so their first losses must agree. A ratio is the median over the rounds of a contestant's tokens per
+CPU second, divided by those of `loop` in the same round.
 """
 
 import argparse
@@ -53,7 +54,9 @@ Step = Callable[[int], float]
 
 
 class PlainMixture(nn.Module):
-    """A mixture of experts as one would write it: softmax, the best `per_token`, weights divided by their sum."""
+    """A mixture of experts as one would write it: softmax, the best `per_token`, weights divided by
+    their sum.
+    """
 
     def __init__(self, sizes: ModelSizes, *, is_grouped: bool) -> None:
         super().__init__()
@@ -81,7 +84,9 @@ class PlainMixture(nn.Module):
             tokens, places = torch.where(chosen_NJ == number)
             x = x_ND[tokens]
             hidden = F.silu(x @ self.gate_proj[number].T) * (x @ self.up_proj[number].T)
-            y_ND.index_add_(0, tokens, hidden @ self.down_proj[number].T * weights_NJ[tokens, places, None])
+            y_ND.index_add_(
+                0, tokens, hidden @ self.down_proj[number].T * weights_NJ[tokens, places, None]
+            )
         return y_ND
 
     def _grouped(self, x_ND: Tensor, chosen_NJ: Tensor, weights_NJ: Tensor) -> Tensor:
@@ -92,7 +97,9 @@ class PlainMixture(nn.Module):
         rows_RD = x_ND[tokens_R]
         gate_RF = F.grouped_mm(rows_RD, self.gate_proj.transpose(-2, -1), offs=ends_X)
         up_RF = F.grouped_mm(rows_RD, self.up_proj.transpose(-2, -1), offs=ends_X)
-        results_RD = F.grouped_mm(F.silu(gate_RF) * up_RF, self.down_proj.transpose(-2, -1), offs=ends_X)
+        results_RD = F.grouped_mm(
+            F.silu(gate_RF) * up_RF, self.down_proj.transpose(-2, -1), offs=ends_X
+        )
         weighted_RD = results_RD * weights_NJ.flatten()[order_R, None]
         return torch.zeros_like(x_ND).index_add_(0, tokens_R, weighted_RD)
 
@@ -112,7 +119,9 @@ def build_ours(sizes: ModelSizes) -> Step:
         total_steps=10**6,
     )
     config = OPTIMIZER.model_copy(update={"tokens_per_step": SEQUENCES * SEQ_LEN})
-    trainer = Trainer(sizes, config, IslandMesh(Degrees(), "cpu"), ParallelConfig(compile=False), settings)
+    trainer = Trainer(
+        sizes, config, IslandMesh(Degrees(), "cpu"), ParallelConfig(compile=False), settings
+    )
 
     def step(number: int) -> float:
         result = trainer.step([batch(number)])
@@ -137,7 +146,9 @@ def build_plain(sizes: ModelSizes, weights: dict[str, Tensor], *, is_grouped: bo
     for name, tensor in weights.items():
         if not name.endswith("router.bias"):
             renamed[name.removesuffix(".weight") if ".experts." in name else name] = tensor
-    model.load_state_dict({name.replace(".ffn.experts.", ".ffn."): tensor for name, tensor in renamed.items()})
+    model.load_state_dict(
+        {name.replace(".ffn.experts.", ".ffn."): tensor for name, tensor in renamed.items()}
+    )
     for layer in model.layers:
         layer.forward = _forward_of(layer)
     return plain_loop(model)
@@ -160,14 +171,18 @@ def build_transformers(sizes: ModelSizes, weights: dict[str, Tensor]) -> Step:
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
-        params = {name: tensor for name, tensor in weights.items() if not name.endswith("router.bias")}
+        params = {
+            name: tensor for name, tensor in weights.items() if not name.endswith("router.bias")
+        }
         save_model(unstack(params), Export(sizes, SEQ_LEN, "bytes"), Path(folder) / "model")
         model = AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=torch.float32)
     return plain_loop(Logits(model))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--dim", type=int, default=256)
@@ -201,7 +216,10 @@ def main() -> None:
             began = time.process_time()
             step(number)
             speeds[name].append(SEQUENCES * SEQ_LEN / (time.process_time() - began))
-    print(f"{args.experts} experts of width {args.dim // 2}, two per token, dim {args.dim}, {LAYERS} layers, fp32")
+    print(
+        f"{args.experts} experts of width {args.dim // 2}, two per token, dim {args.dim}, {LAYERS} "
+        "layers, fp32"
+    )
     print(f"{'what':<14}{'first loss':>11}{'tokens/CPU-s':>14}{'ratio to loop':>15}")
     for name, values in speeds.items():
         ratio = median(ours / loop for ours, loop in zip(values, speeds["loop"], strict=True))

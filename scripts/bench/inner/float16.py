@@ -1,9 +1,10 @@
-"""Train in float16 with and without a loss scale, beside fp32 and bf16: losses, and gradients that become 0.
+"""Train in float16 with and without a loss scale, beside fp32 and bf16: losses, and gradients that
+become 0.
 
     python -m scripts.bench.inner.float16 [--steps N]
 
-A gradient's element underflows if it is 0 in float16 and not in fp32, for the same weights and text. The text
-is this repository's documentation, in bytes.
+A gradient's element underflows if it is 0 in float16 and not in fp32, for the same weights and
+text. The text is this repository's documentation, in bytes.
 """
 
 import argparse
@@ -26,7 +27,12 @@ SEQ_LEN = 32
 SEQUENCES = 16
 EVERY = 50
 """Steps between two comparisons of gradients."""
-RUNS = {"fp32": ("float32", None), "bf16": ("bfloat16", None), "fp16": ("float16", 16), "fp16 unscaled": ("float16", 0)}
+RUNS = {
+    "fp32": ("float32", None),
+    "bf16": ("bfloat16", None),
+    "fp16": ("float16", 16),
+    "fp16 unscaled": ("float16", 0),
+}
 
 
 def main() -> None:
@@ -39,20 +45,33 @@ def main() -> None:
     text = read_text()
     probe = build_trainer("float32", steps)
     print(f"{probe_size(probe):,} parameters, {SEQUENCES * SEQ_LEN} tokens per step, {steps} steps")
-    print("run             mean loss of the last 50   overflows   last scale   share that underflows: mean, largest")
+    print(
+        "run             mean loss of the last 50   overflows   last scale   share that "
+        "underflows: mean, largest"
+    )
     for name, (dtype, exponent) in RUNS.items():
-        print(f"{name:14}  {run(build_trainer(dtype, steps, exponent), probe, text, steps)}", flush=True)
+        print(
+            f"{name:14}  {run(build_trainer(dtype, steps, exponent), probe, text, steps)}",
+            flush=True,
+        )
 
 
 def read_text() -> Tensor:
     pages = sorted(ROOT.glob("docs/*.md"))
-    return torch.frombuffer(bytearray(b"".join(page.read_bytes() for page in pages)), dtype=torch.uint8).long()
+    return torch.frombuffer(
+        bytearray(b"".join(page.read_bytes() for page in pages)), dtype=torch.uint8
+    ).long()
 
 
 def build_trainer(dtype: str, steps: int, exponent: int | None = None) -> Trainer:
     optimizer = OptimizerConfig(lr=2e-3, warmup_steps=50, tokens_per_step=SEQUENCES * SEQ_LEN)
     settings = TrainerSettings(
-        device="cpu", compute_dtype=dtype, micro_batch=SEQUENCES, seq_len=SEQ_LEN, seed=1, total_steps=steps
+        device="cpu",
+        compute_dtype=dtype,
+        micro_batch=SEQUENCES,
+        seq_len=SEQ_LEN,
+        seed=1,
+        total_steps=steps,
     )
     trainer = Trainer(SIZES, optimizer, IslandMesh(Degrees(), "cpu"), ParallelConfig(), settings)
     if trainer.loss_scale is not None and exponent is not None:
@@ -69,7 +88,9 @@ def run(trainer: Trainer, probe: Trainer, text: Tensor, steps: int) -> str:
         windows = draw_windows(text, step)
         wanted = gradients_of(probe, trainer, windows) if step % EVERY == 0 else None
         seen: list[Tensor] = []
-        hook = trainer.optimizers[0].register_step_pre_hook(lambda *_, seen=seen: seen.extend(copies(trainer)))
+        hook = trainer.optimizers[0].register_step_pre_hook(
+            lambda *_, seen=seen: seen.extend(copies(trainer))
+        )
         result = trainer.step([windows])
         hook.remove()
         losses.append(result.loss or float("nan"))
@@ -78,7 +99,10 @@ def run(trainer: Trainer, probe: Trainer, text: Tensor, steps: int) -> str:
             shares.append(underflow_share(seen, wanted))
     last = sum(losses[-50:]) / len(losses[-50:])
     scale = "-" if trainer.loss_scale is None else f"{trainer.loss_scale.value:g}"
-    return f"{last:24.4f}   {overflows:9}   {scale:>10}   {sum(shares) / len(shares):.4%}, {max(shares):.4%}"
+    return (
+        f"{last:24.4f}   {overflows:9}   {scale:>10}   {sum(shares) / len(shares):.4%}, "
+        f"{max(shares):.4%}"
+    )
 
 
 def draw_windows(text: Tensor, step: int) -> Tensor:
@@ -99,11 +123,17 @@ def gradients_of(probe: Trainer, trainer: Trainer, windows: Tensor) -> list[Tens
 
 
 def copies(trainer: Trainer) -> list[Tensor]:
-    return [param.grad.clone() for param in trainer.model_parts[0].parameters() if param.grad is not None]
+    return [
+        param.grad.clone()
+        for param in trainer.model_parts[0].parameters()
+        if param.grad is not None
+    ]
 
 
 def underflow_share(got: list[Tensor], wanted: list[Tensor]) -> float:
-    lost = sum(int(((mine == 0) & (exact != 0)).sum()) for mine, exact in zip(got, wanted, strict=True))
+    lost = sum(
+        int(((mine == 0) & (exact != 0)).sum()) for mine, exact in zip(got, wanted, strict=True)
+    )
     return lost / sum(int((exact != 0).sum()) for exact in wanted)
 
 

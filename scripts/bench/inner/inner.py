@@ -1,20 +1,24 @@
-"""Tokens per second of inner's trainer relative to plain PyTorch and transformers, on one process and on meshes.
+"""Tokens per second of inner's trainer relative to plain PyTorch and transformers, on one process
+and on meshes.
 
     python scripts/bench/inner/inner.py [--steps N] [--dims 256,512] [--vocabs 260,32000]
         [--dtypes float32,bfloat16]
 
-        [--what plain,ours,transformers,plain_x2,ddp2,dp2,dp2_fsdp,fsdp2,tp2,tp2_split,pp2,cp2,cp2_fsdp]
+        [--what
+        plain,ours,transformers,plain_x2,ddp2,dp2,dp2_fsdp,fsdp2,tp2,tp2_split,pp2,cp2,cp2_fsdp]
         [--device cpu] [--split] [--json FILE]
 
-Contestants are processes with one thread each. They take turns, one step each, so that a busy machine affects all of
-them alike. A ratio is the median over all rounds of a contestant's speed relative to its rival's in the same round.
-The rival is `plain` for one process and `plain_x2`, two independent plain processes at once, for two. tokens/CPU-s
-counts the CPU time of all of a contestant's processes, which excludes waiting; tokens/s counts wall time. All
-contestants begin with the same weights and sequences, so their first losses must agree.
+Contestants are processes with one thread each. They take turns, one step each, so that a busy
+machine affects all of them alike. A ratio is the median over all rounds of a contestant's speed
+relative to its rival's in the same round. The rival is `plain` for one process and `plain_x2`, two
+independent plain processes at once, for two. tokens/CPU-s counts the CPU time of all of a
+contestant's processes, which excludes waiting; tokens/s counts wall time. All contestants begin
+with the same weights and sequences, so their first losses must agree.
 
-`ddp2` is the plain loop in torch's DistributedDataParallel. `dp2_fsdp` and `cp2_fsdp` are dp2 and cp2 with FSDP (zero:
-3) in place of whole weights (zero: 0), `tp2_split` is tp2 with sequence parallelism. A second table compares the pairs
-of them that took part, also round by round: the median, and the lowest and highest ratio.
+`ddp2` is the plain loop in torch's DistributedDataParallel. `dp2_fsdp` and `cp2_fsdp` are dp2 and
+cp2 with FSDP (zero: 3) in place of whole weights (zero: 0), `tp2_split` is tp2 with sequence
+parallelism. A second table compares the pairs of them that took part, also round by round: the
+median, and the lowest and highest ratio.
 """
 
 import argparse
@@ -95,7 +99,9 @@ def run_case(case: ModelCase, args: argparse.Namespace) -> list[ContestantRow]:
     """Measure all contestants on one model and return a row for each."""
     rows = [ContestantRow(case, what) for what in args.what]
     with ExitStack() as stack:
-        processes = [stack.enter_context(start_processes(case, row.what, row.num_processes)) for row in rows]
+        processes = [
+            stack.enter_context(start_processes(case, row.what, row.num_processes)) for row in rows
+        ]
         pairs = list(zip(rows, processes, strict=True))
         for row, contestant in pairs:
             row.first_loss = mean(cost.loss for cost in contestant.ask("step"))
@@ -111,7 +117,9 @@ def run_case(case: ModelCase, args: argparse.Namespace) -> list[ContestantRow]:
 
 
 def _fill_in_ratios(rows: Sequence[ContestantRow]) -> None:
-    """Compute the ratios. Raises SystemExit when first losses differ, because then the models differ."""
+    """Compute the ratios. Raises SystemExit when first losses differ, because then the models
+    differ.
+    """
     by_name = {row.what: row for row in rows}
     for row in rows:
         rival = by_name.get(RIVALS[row.what])
@@ -120,7 +128,10 @@ def _fill_in_ratios(rows: Sequence[ContestantRow]) -> None:
         row.cpu_ratio = _ratio(row.per_cpu_second, rival.per_cpu_second)
         row.ratio = _ratio(row.per_second, rival.per_second)
         if abs(row.first_loss / rival.first_loss - 1) > LOSS_TOLERANCE[row.case.dtype]:
-            sys.exit(f"{row.what} begins with loss {row.first_loss:.5f}, {rival.what} with {rival.first_loss:.5f}")
+            sys.exit(
+                f"{row.what} begins with loss {row.first_loss:.5f}, {rival.what} with "
+                f"{rival.first_loss:.5f}"
+            )
 
 
 def _ratio(speeds: Sequence[float], of_rival: Sequence[float]) -> float:
@@ -156,7 +167,9 @@ def format_pair(row: ContestantRow, other: ContestantRow) -> str:
     """Format the ratios of two rows, round by round, as text."""
     by_cpu = _ratios(row.per_cpu_second, other.per_cpu_second)
     by_time = _ratios(row.per_second, other.per_second)
-    texts = [f"{median(each):>7.2f} ({min(each):.2f} to {max(each):.2f})" for each in (by_cpu, by_time)]
+    texts = [
+        f"{median(each):>7.2f} ({min(each):.2f} to {max(each):.2f})" for each in (by_cpu, by_time)
+    ]
     return f"{_row_start(row)}/ {other.what:<11}" + "".join(f"{text:>24}" for text in texts)
 
 
@@ -165,7 +178,11 @@ def compared_pairs(rows: Sequence[ContestantRow]) -> list[tuple[ContestantRow, C
     by_name = {(row.case, row.what): row for row in rows}
     cases = dict.fromkeys(row.case for row in rows)
     pairs = [((case, one), (case, other)) for case in cases for one, other in PAIRS]
-    return [(by_name[one], by_name[other]) for one, other in pairs if one in by_name and other in by_name]
+    return [
+        (by_name[one], by_name[other])
+        for one, other in pairs
+        if one in by_name and other in by_name
+    ]
 
 
 def _row_start(row: ContestantRow) -> str:
@@ -182,9 +199,14 @@ def _number(value: float | None) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--steps", type=int, default=20, help="number of rounds; each contestant makes one step per round"
+        "--steps",
+        type=int,
+        default=20,
+        help="number of rounds; each contestant makes one step per round",
     )
     parser.add_argument("--dims", type=whole_numbers, default=[256])
     parser.add_argument("--vocabs", type=whole_numbers, default=[260])
@@ -192,10 +214,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--what", type=choices(RIVALS), default=list(RIVALS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--sequences", type=int, default=8, help="sequences in a micro-batch of one process")
-    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches in a step of one process")
+    parser.add_argument(
+        "--sequences", type=int, default=8, help="sequences in a micro-batch of one process"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="micro-batches in a step of one process"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--split", action="store_true", help="also show where one process spends its time")
+    parser.add_argument(
+        "--split", action="store_true", help="also show where one process spends its time"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     return parser.parse_args()
 
@@ -237,7 +265,10 @@ def main() -> None:
     if args.split:
         print(SPLIT_HEADER)
         print("\n".join(format_split(row) for row in rows if row.split))
-    print(f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores; load "
+        f"{os.getloadavg()[0]:.1f}"
+    )
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 

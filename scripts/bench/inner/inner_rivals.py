@@ -91,7 +91,9 @@ def build_our_trainer(case: ModelCase, degrees: Degrees, parallel: dict[str, Any
     # processes. The ranks along tp and cp share each sequence, so one micro-batch takes no more of
     # a rank's memory than in an independent process.
     each = degrees.num_ranks // degrees.num_data_ranks
-    micro_batch = min(case.sequences, PIPELINE_MICRO_BATCH) if degrees.pp > 1 else case.sequences * each
+    micro_batch = (
+        min(case.sequences, PIPELINE_MICRO_BATCH) if degrees.pp > 1 else case.sequences * each
+    )
     settings = TrainerSettings(
         device=case.device,
         compute_dtype=case.dtype,
@@ -102,9 +104,14 @@ def build_our_trainer(case: ModelCase, degrees: Degrees, parallel: dict[str, Any
     )
     config = OPTIMIZER.model_copy(update={"tokens_per_step": case.tokens * degrees.num_ranks})
     config_of_mesh = ParallelConfig(compile=False, **parallel)
-    trainer = Trainer(case.sizes, config, IslandMesh(degrees, case.device), config_of_mesh, settings)
+    trainer = Trainer(
+        case.sizes, config, IslandMesh(degrees, case.device), config_of_mesh, settings
+    )
     shares = range(trainer.data_rank * each, (trainer.data_rank + 1) * each)
-    batches = [torch.cat([case.windows(share, number) for share in shares]) for number in range(NUM_BATCHES)]
+    batches = [
+        torch.cat([case.windows(share, number) for share in shares])
+        for number in range(NUM_BATCHES)
+    ]
 
     def step(number: int) -> float:
         result = trainer.step(list(batches[number % NUM_BATCHES].split(micro_batch)))
@@ -120,8 +127,12 @@ def build_plain_loop(case: ModelCase, model: nn.Module, share: int) -> TrainingL
 
 
 def build_ddp_loop(case: ModelCase, share: int) -> TrainingLoop:
-    """Build the plain loop around DistributedDataParallel. Every rank must call it, and then step."""
-    return _build_loop(case, DistributedDataParallel(WithLoss(build_plain_llama(case)).to(case.device)), share)
+    """Build the plain loop around DistributedDataParallel. Every rank must call it, and then
+    step.
+    """
+    return _build_loop(
+        case, DistributedDataParallel(WithLoss(build_plain_llama(case)).to(case.device)), share
+    )
 
 
 def _build_loop(case: ModelCase, model: nn.Module, share: int) -> TrainingLoop:
@@ -197,7 +208,9 @@ def build_transformers_llama(case: ModelCase) -> nn.Module:
         use_cache=False,
     )
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-    model.load_state_dict({_transformers_name(name): value for name, value in initial_weights(case).items()})
+    model.load_state_dict(
+        {_transformers_name(name): value for name, value in initial_weights(case).items()}
+    )
     return Logits(model)
 
 

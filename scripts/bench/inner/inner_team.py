@@ -1,4 +1,6 @@
-"""The processes of one contestant of `scripts/bench/inner/inner.py`, and the cost of their steps."""
+"""The processes of one contestant of `scripts/bench/inner/inner.py`, and the cost of their
+steps.
+"""
 
 import multiprocessing
 import tempfile
@@ -45,7 +47,11 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "tp2_split": {"sequence_parallel": True},
 }
 """Settings of `island.parallel`, where they are not the defaults."""
-LOOPS = {"plain": build_plain_llama, "transformers": build_transformers_llama, "plain_x2": build_plain_llama}
+LOOPS = {
+    "plain": build_plain_llama,
+    "transformers": build_transformers_llama,
+    "plain_x2": build_plain_llama,
+}
 NUM_IN_DDP = 2
 PHASES = ["forward", "backward", "optimizer", "rest"]
 ANSWER_SECONDS = 300.0
@@ -84,17 +90,25 @@ def _answer(pipe: Connection, command: str, deadline: float) -> Any:
 
 
 @contextmanager
-def start_processes(case: ModelCase, what: str, num_processes: int) -> Iterator[ContestantProcesses]:
+def start_processes(
+    case: ModelCase, what: str, num_processes: int
+) -> Iterator[ContestantProcesses]:
     """Start a contestant's processes and build its training loop. They are killed at exit."""
     # CUDA does not survive a fork. On the CPU a fork saves importing torch in each process.
-    start = multiprocessing.get_context("fork") if case.device == "cpu" else multiprocessing.get_context("spawn")
+    start = (
+        multiprocessing.get_context("fork")
+        if case.device == "cpu"
+        else multiprocessing.get_context("spawn")
+    )
     processes = []
     pipes = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(num_processes):
                 mine, theirs = multiprocessing.Pipe()
-                process = start.Process(target=_serve, args=(case, what, rank, folder, theirs), daemon=True)
+                process = start.Process(
+                    target=_serve, args=(case, what, rank, folder, theirs), daemon=True
+                )
                 process.start()
                 processes.append(process)
                 pipes.append(mine)

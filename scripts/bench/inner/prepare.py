@@ -2,10 +2,10 @@
 
     python -m scripts.bench.inner.prepare [--megabytes N] [--document-bytes N] [--repeat N]
 
-Both read the same .jsonl and write its token ids as uint16, with eos after each document: first with
-the byte tokenizer, then with a BPE tokenizer of 8,192 tokens. They take turns. The plain loop does no
-more: it has no held-out documents, no index of documents, no resuming and no checks. Times are CPU
-seconds; a ratio above 1 means that prepare is faster.
+Both read the same .jsonl and write its token ids as uint16, with eos after each document: first
+with the byte tokenizer, then with a BPE tokenizer of 8,192 tokens. They take turns. The plain loop
+does no more: it has no held-out documents, no index of documents, no resuming and no checks. Times
+are CPU seconds; a ratio above 1 means that prepare is faster.
 """
 
 import argparse
@@ -95,7 +95,9 @@ def _plain_bpe(texts: Iterator[str], path: str) -> Iterator[np.ndarray]:
 
 
 def write_text(path: Path, num_bytes: int, document_bytes: int) -> None:
-    """Write the standard library as rows of about `document_bytes`, repeated until the file has `num_bytes`."""
+    """Write the standard library as rows of about `document_bytes`, repeated until the file has
+    `num_bytes`.
+    """
     whole = "".join(document.text for document in itertools.islice(StdlibSource().documents(), 400))
     texts = [whole[at : at + document_bytes] for at in range(0, len(whole), document_bytes)]
     with path.open("w", encoding="utf-8") as file:
@@ -116,7 +118,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--document-bytes", type=int, default=4000)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--folder", help="where the files are written (the folder for temporary files)")
+    parser.add_argument(
+        "--folder", help="where the files are written (the folder for temporary files)"
+    )
     return parser.parse_args()
 
 

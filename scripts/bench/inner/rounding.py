@@ -1,8 +1,10 @@
-"""Train with AdamW's moments in fp32, in bf16 with stochastic rounding, and in bf16 rounded to the nearest: losses.
+"""Train with AdamW's moments in fp32, in bf16 with stochastic rounding, and in bf16 rounded to the
+nearest: losses.
 
     python -m scripts.bench.inner.rounding [--steps N] [--beta2 0.999]
 
-Also printed: the sums of all second moments at the end, which stand still where they are rounded to the nearest.
+Also printed: the sums of all second moments at the end, which stand still where they are rounded to
+the nearest.
 """
 
 import argparse
@@ -27,7 +29,9 @@ def main() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
-    print(f"{given.steps} steps of {SEQUENCES * SEQ_LEN} tokens, betas 0.9 {given.beta2}", flush=True)
+    print(
+        f"{given.steps} steps of {SEQUENCES * SEQ_LEN} tokens, betas 0.9 {given.beta2}", flush=True
+    )
     print("moments             mean loss of the last 50   sum of second moments")
     print(f"fp32                {run('float32', given.steps, given.beta2)}", flush=True)
     print(f"bf16, stochastic    {run('bfloat16', given.steps, given.beta2)}", flush=True)
@@ -50,12 +54,19 @@ def run(state_dtype: str, steps: int, beta2: float) -> str:
         "state_dtype": state_dtype,
     }
     settings = TrainerSettings(
-        device="cpu", compute_dtype="float32", micro_batch=SEQUENCES, seq_len=SEQ_LEN, seed=1, total_steps=steps
+        device="cpu",
+        compute_dtype="float32",
+        micro_batch=SEQUENCES,
+        seq_len=SEQ_LEN,
+        seed=1,
+        total_steps=steps,
     )
     optimizer = OptimizerConfig.model_validate(values)
     trainer = Trainer(SIZES, optimizer, IslandMesh(Degrees(), "cpu"), ParallelConfig(), settings)
     text = read_text()
-    losses = [trainer.step([draw_windows(text, step)]).loss or float("nan") for step in range(steps)]
+    losses = [
+        trainer.step([draw_windows(text, step)]).loss or float("nan") for step in range(steps)
+    ]
     moments = [state["exp_avg_sq"].double().sum() for state in trainer.optimizers[0].state.values()]
     return f"{sum(losses[-50:]) / 50:24.4f}   {float(sum(moments)):.4g}"
 

@@ -77,10 +77,14 @@ class Clock:
 
 
 def measure_here(path: Path, overrides: list[str]) -> None:
-    """Run the island in this process up to the end of its first inner step, print the phases as JSON, and end."""
+    """Run the island in this process up to the end of its first inner step, print the phases as
+    JSON, and end.
+    """
     clock = Clock()
     clock.timed("command line", import_module)("diloco.cli.main")
-    config = clock.timed("config", lambda: import_module("diloco.config.schema").load_config(path, overrides))()
+    config = clock.timed(
+        "config", lambda: import_module("diloco.config.schema").load_config(path, overrides)
+    )()
     clock.timed("torch", import_module)("torch")
     train = clock.timed("other imports", import_module)("diloco.train")
     for where, name, phase in (
@@ -108,15 +112,26 @@ def measure_here(path: Path, overrides: list[str]) -> None:
 def measure(folder: Path, address: str, number: int) -> dict[str, tuple[float, float]]:
     """Measure one start in a process of its own, and return its phases."""
     words = [f"name=start-{number}", f"island.run_dir={folder}", f"island.bootstrap=[{address}]"]
-    command = [sys.executable, "-m", "scripts.bench.inner.start", "--here", str(folder / "start.yaml"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench.inner.start",
+        "--here",
+        str(folder / "start.yaml"),
+        *words,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )
     if done.returncode:
         sys.exit(done.stderr[-2000:])
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--here", nargs="+", metavar="WORD", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -128,7 +143,9 @@ def main() -> None:
         folder = Path(name)
         rendezvous = serve_rendezvous("127.0.0.1", 0)
         (folder / "start.yaml").write_text(CONFIG)
-        results = [measure(folder, rendezvous.address, number) for number in range(arguments.repeats + 1)][1:]
+        results = [
+            measure(folder, rendezvous.address, number) for number in range(arguments.repeats + 1)
+        ][1:]
         rendezvous.close()
     together = [0.0, 0.0]
     print(f"{'phase':18} {'wall s':>7} {'CPU s':>7}")

@@ -49,7 +49,9 @@ class Weight:
 class Island:
     """An island of one rank that reduces and audits."""
 
-    def __init__(self, hub: Hub, name: str, config: OuterConfig, space: Space, names: KnownNames) -> None:
+    def __init__(
+        self, hub: Hub, name: str, config: OuterConfig, space: Space, names: KnownNames
+    ) -> None:
         self.name = name
         self.me = Endpoint(name, 0)
         key = IslandKey(hashlib.sha256(name.encode()).digest())
@@ -57,7 +59,14 @@ class Island:
         self.transport = LoopbackTransport(hub, "bench", self.me, GUARD_SECONDS)
         self.messenger = LoopbackMessenger(hub, "bench", self.me, self.transport.traffic)
         kept = KeptPayloads(Commitments(key, names)) if config.audit > 0 else None
-        reducer = Reducer(self.transport, build_codec_choice(config), space, self.me, config=config.merge, kept=kept)
+        reducer = Reducer(
+            self.transport,
+            build_codec_choice(config),
+            space,
+            self.me,
+            config=config.merge,
+            kept=kept,
+        )
         deadlines = Deadlines(GUARD_SECONDS)
         auditor = None
         if kept is not None:
@@ -89,7 +98,10 @@ def main() -> None:
     """Print the table."""
     args = _arguments()
     torch.set_num_threads(1)
-    print(f"{args.million}M elements in {args.codec}, {args.rounds} rounds; torch {torch.__version__}, 1 thread per op")
+    print(
+        f"{args.million}M elements in {args.codec}, {args.rounds} rounds; torch "
+        f"{torch.__version__}, 1 thread per op"
+    )
     print("".join(f"{column:>10}" for column in COLUMNS), flush=True)
     for num_islands in args.islands:
         plain_bytes = None
@@ -101,17 +113,24 @@ def main() -> None:
             plain_bytes = plain_bytes or sent
             times = f"{cpu * 1e3:>10.0f}{wall * 1e3:>10.0f}"
             row = f"{times}{sent / 1e3:>10.0f}{sent / plain_bytes:>10.2f}"
-            print(f"{num_islands:>10}{audit:>10g}{row}{audited:>10.1f}{kept / 1e3:>10.0f}", flush=True)
+            print(
+                f"{num_islands:>10}{audit:>10g}{row}{audited:>10.1f}{kept / 1e3:>10.0f}", flush=True
+            )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--islands", type=whole_numbers, default=[2, 4, 8], help="comma-separated")
-    parser.add_argument("--audits", type=_numbers, default=[0.0, 0.1, 1.0], help="values of outer.audit, 0 first")
+    parser.add_argument(
+        "--audits", type=_numbers, default=[0.0, 0.1, 1.0], help="values of outer.audit, 0 first"
+    )
     parser.add_argument("--codec", default="int8", help="outer.codec")
     parser.add_argument("--million", type=int, default=2, help="millions of elements to reduce")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="number of measured rounds, after one that is not measured"
+        "--rounds",
+        type=int,
+        default=5,
+        help="number of measured rounds, after one that is not measured",
     )
     return parser.parse_args()
 
@@ -140,8 +159,15 @@ async def _measure(
             started = time.perf_counter()
             cpu_started = time.process_time()
             sent_before = sum(island.transport.traffic.bytes_sent for island in islands)
-        plan = Plan(round=number, attempt=0, planner="island-0", participants=[i.ready(number, space) for i in islands])
-        means = await asyncio.gather(*(island.attempts.run(plan, pseudo_grads) for island in islands))
+        plan = Plan(
+            round=number,
+            attempt=0,
+            planner="island-0",
+            participants=[i.ready(number, space) for i in islands],
+        )
+        means = await asyncio.gather(
+            *(island.attempts.run(plan, pseudo_grads) for island in islands)
+        )
         if number > 0:
             num_audited += sum(island.attempts.num_audited for island in islands)
             num_kept += sum(island.kept.num_bytes for island in islands if island.kept is not None)

@@ -2,8 +2,8 @@
 
     python -m scripts.bench.outer.codecs [--elements N] [--repeat N]
 
-GB/s counts the bytes of the fp32 values in both directions. `x uniform8` is the time of hivemind's uniform 8-bit codec
-over this codec's time: above 1 is faster.
+GB/s counts the bytes of the fp32 values in both directions. `x uniform8` is the time of hivemind's
+uniform 8-bit codec over this codec's time: above 1 is faster.
 """
 
 import argparse
@@ -29,7 +29,18 @@ from outer.config import CodingConfig
 from outer.merges.mean import WeightedSum
 from outer.space.digest import part_digest
 
-CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "int4 stochastic", "e3m0", "stat2", "topk", "lowrank")
+CODECS = (
+    "fp32",
+    "bf16",
+    "fp16",
+    "int8",
+    "int4",
+    "int4 stochastic",
+    "e3m0",
+    "stat2",
+    "topk",
+    "lowrank",
+)
 BASELINE = "hivemind uniform8"
 Operation = Callable[[], object]
 
@@ -43,12 +54,18 @@ def main() -> None:
     values = torch.randn(args.elements, generator=torch.Generator().manual_seed(0)) * 1e-3
     actions, bits = _build_operations(values)
     seconds = _median_seconds(actions, args.repeat)
-    print(f"{args.elements} elements, {args.repeat} repeats, median; torch {torch.__version__}, 1 thread")
+    print(
+        f"{args.elements} elements, {args.repeat} repeats, median; torch {torch.__version__}, 1 "
+        "thread"
+    )
     print(f"{'':<19}{'':>8}  {'-------- encode --------':^26}  {'-------- decode --------':^26}")
     columns = f"{'us':>8}{'GB/s':>7}{'x uniform8':>11}"
     print(f"{'codec':<19}{'bits':>8}  {columns}  {columns}")
     for name in bits:
-        cells = [_cells(seconds[name, side], seconds[BASELINE, side], values.nbytes) for side in ("encode", "decode")]
+        cells = [
+            _cells(seconds[name, side], seconds[BASELINE, side], values.nbytes)
+            for side in ("encode", "decode")
+        ]
         print(f"{name:<19}{bits[name]:>8.4f}  {cells[0]}  {cells[1]}")
     for name in ("clone", "merge add", "digest"):
         print(f"{name:<19}{'':>8}  {_cells(seconds[name, ''], None, values.nbytes)}")
@@ -58,8 +75,12 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--elements", type=int, default=262144, help="number of elements of the part")
-    parser.add_argument("--repeat", type=int, default=200, help="number of measurements of each action")
+    parser.add_argument(
+        "--elements", type=int, default=262144, help="number of elements of the part"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=200, help="number of measurements of each action"
+    )
     return parser.parse_args()
 
 
@@ -68,7 +89,9 @@ def _cells(seconds: float, baseline: float | None, num_bytes: int) -> str:
     return f"{seconds * 1e6:>8.1f}{num_bytes / seconds / 1e9:>7.2f}{ratio}"
 
 
-def _build_operations(values: torch.Tensor) -> tuple[dict[tuple[str, str], Operation], dict[str, float]]:
+def _build_operations(
+    values: torch.Tensor,
+) -> tuple[dict[tuple[str, str], Operation], dict[str, float]]:
     """Build the operations to measure, and return the bits per element of each codec, too.
 
     The keys of the operations are (printed name, direction).
@@ -84,7 +107,9 @@ def _build_operations(values: torch.Tensor) -> tuple[dict[tuple[str, str], Opera
         codec = build_codec(name, CodingConfig(rounding="stochastic" if stochastic else "nearest"))
         payload = codec.encode(values)
         actions[label, "encode"] = lambda codec=codec: codec.encode(values)
-        actions[label, "decode"] = lambda codec=codec, payload=payload: codec.decode(payload, values.numel())
+        actions[label, "decode"] = lambda codec=codec, payload=payload: codec.decode(
+            payload, values.numel()
+        )
         bits[label] = 8 * payload.numel() / values.numel()
     for label, codec in _hivemind_codecs().items():
         coded = codec.compress(values, CompressionInfo(key=None, descriptor=None))  # pyright: ignore
@@ -105,18 +130,28 @@ def _hivemind_codecs() -> dict[str, CompressionBase]:
         "hivemind float16": Float16Compression(),
         BASELINE: Uniform8BitQuantization(),
     }
-    return codecs | {"hivemind blockwise8": BlockwiseQuantization()} if find_spec("bitsandbytes") else codecs
+    return (
+        codecs | {"hivemind blockwise8": BlockwiseQuantization()}
+        if find_spec("bitsandbytes")
+        else codecs
+    )
 
 
 def _extract_uniform8(coded: Any) -> torch.Tensor:
-    """Decode hivemind's protobuf. hivemind's own `extract` calls int() on an array, which numpy 2.4 refuses."""
+    """Decode hivemind's protobuf. hivemind's own `extract` calls int() on an array, which numpy 2.4
+    refuses.
+    """
     num_entries = np.frombuffer(coded.buffer, count=1, dtype=np.int64).item()
-    table = torch.as_tensor(np.frombuffer(coded.buffer, offset=8, count=num_entries, dtype=np.float32))
+    table = torch.as_tensor(
+        np.frombuffer(coded.buffer, offset=8, count=num_entries, dtype=np.float32)
+    )
     codes = np.frombuffer(coded.buffer, offset=8 + 4 * num_entries, dtype=np.uint8)
     return table[torch.as_tensor(codes, dtype=torch.int64).reshape(tuple(coded.size))]
 
 
-def _median_seconds(actions: dict[tuple[str, str], Operation], repeat: int) -> dict[tuple[str, str], float]:
+def _median_seconds(
+    actions: dict[tuple[str, str], Operation], repeat: int
+) -> dict[tuple[str, str], float]:
     """Return the median seconds of each operation.
 
     The operations take turns, so that a busy machine affects all of them alike.

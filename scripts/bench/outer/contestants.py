@@ -50,7 +50,9 @@ class IslandSpec:
 
 
 class Contestant(Protocol):
-    """One implementation, on one island. Every island must call the same methods in the same order."""
+    """One implementation, on one island. Every island must call the same methods in the same
+    order.
+    """
 
     bootstrap: list[str]
     """Addresses that the other islands need to join the group."""
@@ -94,7 +96,10 @@ class FakeModel:
         """`tensors` are the contestant's local params, in any shapes."""
         self.tensors = tensors
         self._progress = spec.values().split([values.numel() for values in tensors])
-        self._mean = sum(spec.values(index)[:CHECKED] for index in range(spec.num_islands)) / spec.num_islands
+        self._mean = (
+            sum(spec.values(index)[:CHECKED] for index in range(spec.num_islands))
+            / spec.num_islands
+        )
         self._expected = torch.nn.Parameter(torch.zeros_like(self._mean))
         self._optimizer = torch.optim.SGD([self._expected], **OUTER)
         self._tolerance = TOLERANCES[spec.codec]
@@ -116,7 +121,9 @@ class FakeModel:
         found = torch.cat([values.flatten()[:CHECKED] for values in self.tensors])[:CHECKED]
         error = ((found - self._expected).norm() / self._expected.norm()).item()
         if not error <= self._tolerance:
-            raise WrongResult(f"relative error {error:.1e} beside SGD on the mean, allowed: {self._tolerance:g}")
+            raise WrongResult(
+                f"relative error {error:.1e} beside SGD on the mean, allowed: {self._tolerance:g}"
+            )
         digest = hashlib.blake2b(digest_size=16)
         for values in self.tensors:
             digest.update(values.contiguous().numpy())

@@ -44,7 +44,9 @@ def serve(host: str) -> None:
 
 
 def answer(connection: socket.socket) -> None:
-    """Serve one connection by its first byte: `e` echoes, `c` receives and counts, `t` returns the count as text."""
+    """Serve one connection by its first byte: `e` echoes, `c` receives and counts, `t` returns the
+    count as text.
+    """
     global received_bytes
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -73,7 +75,9 @@ def measure(host: str, connections: int) -> None:
     while time.monotonic() - started_at < SECONDS:
         loaded += round_trips(host, 2)
     rate = (query_received_bytes(host) - before) / (time.monotonic() - started_at)
-    print("measured", median(idle), sorted(idle)[-len(idle) // 20], median(loaded), rate, flush=True)
+    print(
+        "measured", median(idle), sorted(idle)[-len(idle) // 20], median(loaded), rate, flush=True
+    )
     # Keep sending until the other islands have finished measuring.
     sys.stdin.read()
 
@@ -154,13 +158,26 @@ def measure_link(text: str, num_islands: int, connections: int) -> str:
             process.communicate()
     payload = min(figure[3] for figure in figures) * 8 / link.rate
     rtt, p95, loaded = (median(figure[i] for figure in figures) * 1e3 for i in range(3))
-    return f"{text:<22}{connections:>12}{share:>8.3f}{payload:>9.3f}{rtt:>7.2f} ms{p95:>7.2f} ms{loaded:>9.1f} ms"
+    return (
+        f"{text:<22}{connections:>12}{share:>8.3f}{payload:>9.3f}{rtt:>7.2f} ms{p95:>7.2f} "
+        f"ms{loaded:>9.1f} ms"
+    )
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    links = ["20mbit", "100mbit", "1gbit", "20mbit,rtt=50ms", "100mbit,rtt=20ms", "100mbit,rtt=200ms", "1gbit,rtt=50ms"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    links = [
+        "20mbit",
+        "100mbit",
+        "1gbit",
+        "20mbit,rtt=50ms",
+        "100mbit,rtt=20ms",
+        "100mbit,rtt=200ms",
+        "1gbit,rtt=50ms",
+    ]
     parser.add_argument("--links", nargs="+", default=links)
     parser.add_argument("--islands", type=int, default=2)
     parser.add_argument("--connections", nargs="+", type=int, default=[1, 4])

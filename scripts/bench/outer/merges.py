@@ -4,9 +4,10 @@
     python -m scripts.bench.outer.merges --quality [--islands 8] [--rounds 12] [--rules mean,radial]
         [section.key=value ...]
 
-The first form prints the time of one part on one thread, and its ratio to the mean's. The second form trains the
-quickstart config with each rule, once with honest islands and once with an island that poisons every round (`diloco
-simulate --fault poison:1@round=1` multiplies its pseudo-gradient by -10), and prints the held-out losses.
+The first form prints the time of one part on one thread, and its ratio to the mean's. The second
+form trains the quickstart config with each rule, once with honest islands and once with an island
+that poisons every round (`diloco simulate --fault poison:1@round=1` multiplies its pseudo-gradient
+by -10), and prints the held-out losses.
 """
 
 import argparse
@@ -24,7 +25,12 @@ from scripts.bench.simulation import run_simulation
 
 RULES: tuple[str, ...] = get_args(MergeConfig.model_fields["rule"].annotation)
 FAULTS = {"honest": [], "one poisons": ["--fault", "poison:1@round=1"]}
-QUICK = ["outer.transport=gloo", "outer.codec=int8", "optimizer.tokens_per_step=1024", "island.micro_batch=4"]
+QUICK = [
+    "outer.transport=gloo",
+    "outer.codec=int8",
+    "optimizer.tokens_per_step=1024",
+    "island.micro_batch=4",
+]
 """Settings for eight islands on a small machine, each with an eighth of the quickstart's tokens."""
 
 
@@ -32,7 +38,9 @@ def main() -> None:
     """Print the requested table."""
     args = _arguments()
     if args.quality:
-        _print_quality(args.rules, args.islands, [*QUICK, f"outer.rounds={args.rounds}", *args.overrides])
+        _print_quality(
+            args.rules, args.islands, [*QUICK, f"outer.rounds={args.rounds}", *args.overrides]
+        )
     else:
         torch.set_num_threads(1)
         _print_costs(args.rules, args.parts, args.elements, args.repeat)
@@ -41,14 +49,25 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rules", type=choices(RULES), default=list(RULES), help="comma-separated")
-    parser.add_argument("--parts", type=int, default=8, help="number of participants whose parts are merged")
+    parser.add_argument(
+        "--parts", type=int, default=8, help="number of participants whose parts are merged"
+    )
     parser.add_argument("--elements", type=int, default=262144, help="number of elements of a part")
-    parser.add_argument("--repeat", type=int, default=30, help="number of measurements of each rule")
-    parser.add_argument("--quality", action="store_true", help="train, and print held-out losses instead of times")
-    parser.add_argument("--islands", type=int, default=8, help="number of islands, of one process each")
+    parser.add_argument(
+        "--repeat", type=int, default=30, help="number of measurements of each rule"
+    )
+    parser.add_argument(
+        "--quality", action="store_true", help="train, and print held-out losses instead of times"
+    )
+    parser.add_argument(
+        "--islands", type=int, default=8, help="number of islands, of one process each"
+    )
     parser.add_argument("--rounds", type=int, default=12, help="number of rounds of each training")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings of the config that is trained"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings of the config that is trained",
     )
     return parser.parse_args()
 
@@ -62,13 +81,18 @@ def _print_costs(rules: list[str], num_parts: int, num_elements: int, repeat: in
     for rule in ["mean", *(rule for rule in rules if rule != "mean")]:
         merge = build_merge(MergeConfig.model_validate({"rule": rule}))
         actions[rule] = lambda merge=merge: merge(parts, weights, last)
-    actions["centered_clip, first"] = lambda: build_merge(MergeConfig(rule="centered_clip"))(parts, weights, None)
+    actions["centered_clip, first"] = lambda: build_merge(MergeConfig(rule="centered_clip"))(
+        parts, weights, None
+    )
     norms = MergeConfig(max_norm_ratio=5)
     cosines = MergeConfig(min_cosine=0)
     actions["filter max_norm_ratio"] = lambda: find_outliers(parts, weights, last, norms)
     actions["filter min_cosine"] = lambda: find_outliers(parts, weights, last, cosines)
     seconds = _least_seconds(actions, repeat)
-    print(f"{num_parts} x {num_elements} elements, least of {repeat}; torch {torch.__version__}, 1 thread")
+    print(
+        f"{num_parts} x {num_elements} elements, least of {repeat}; torch {torch.__version__}, 1 "
+        "thread"
+    )
     print(f"{'what':<22}{'ms':>8}{'x mean':>9}")
     for name, measured in seconds.items():
         print(f"{name:<22}{measured * 1e3:>8.2f}{measured / seconds['mean']:>9.2f}")

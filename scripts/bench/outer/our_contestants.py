@@ -1,4 +1,6 @@
-"""Our contestants in `scripts/bench/outer/outer.py`: the reduce alone, and the whole outer loop around it."""
+"""Our contestants in `scripts/bench/outer/outer.py`: the reduce alone, and the whole outer loop
+around it.
+"""
 
 from dataclasses import dataclass
 
@@ -19,7 +21,13 @@ from outer.space.digest import combine_digests, part_digest
 from outer.space.layout import Space
 from outer.space.part_sizes import choose_part_elements
 from outer.space.ranks import RankGroup
-from scripts.bench.outer.contestants import OUTER, SETUP_SECONDS, FakeModel, IslandSpec, build_shapes
+from scripts.bench.outer.contestants import (
+    OUTER,
+    SETUP_SECONDS,
+    FakeModel,
+    IslandSpec,
+    build_shapes,
+)
 from tests.outer.islands import FakeParams, identity_of
 from tests.outer.nets import key_of
 
@@ -81,9 +89,13 @@ class OurReduce:
         codec = build_codec(spec.codec)
         values = spec.values()
         part_elements = choose_part_elements(spec.num_params)
-        self._space = Space([_TensorSpec("all", (spec.num_params,))], part_elements, codec.block_elements)
+        self._space = Space(
+            [_TensorSpec("all", (spec.num_params,))], part_elements, codec.block_elements
+        )
         me = Endpoint(f"island-{spec.index}", 0)
-        self._reducer = Reducer(self._own.network.transport, build_uniform_choice(codec), self._space, me)
+        self._reducer = Reducer(
+            self._own.network.transport, build_uniform_choice(codec), self._space, me
+        )
         self._parts = {part.index: values[part.start : part.stop] for part in self._space.parts}
         self._round = 0
 
@@ -102,10 +114,14 @@ class OurReduce:
         )
 
     def run(self, timeout_seconds: float) -> None:
-        self._means = self._own.loop.run(self._reducer.run(self._plan, self._parts), timeout_seconds)
+        self._means = self._own.loop.run(
+            self._reducer.run(self._plan, self._parts), timeout_seconds
+        )
 
     def digest(self) -> str:
-        return combine_digests([part_digest(self._means[part].payload) for part in sorted(self._means)])
+        return combine_digests(
+            [part_digest(self._means[part].payload) for part in sorted(self._means)]
+        )
 
     def sent_bytes(self) -> int:
         return self._own.sent_bytes()
@@ -138,7 +154,12 @@ class OurSync:
         self._name = f"island-{spec.index}"
         self.bootstrap = self._own.bootstrap
         self.address = self._own.address
-        settings = {"transport": kind, "codec": spec.codec, "start_islands": spec.num_islands, "rounds": MANY_ROUNDS}
+        settings = {
+            "transport": kind,
+            "codec": spec.codec,
+            "start_islands": spec.num_islands,
+            "rounds": MANY_ROUNDS,
+        }
         self._config = OuterConfig.model_validate(settings | {"optimizer": OUTER})
         shapes = build_shapes(spec.num_params)
         self._params = FakeParams({name: torch.zeros(shape) for name, shape in shapes.items()})
@@ -148,7 +169,9 @@ class OurSync:
         """Enter the run together with the others."""
         identity = identity_of(self._name)
         own = self._own
-        self._outer = build_loop(self._config, identity, self._params, RankGroup(), own.network, own.loop)
+        self._outer = build_loop(
+            self._config, identity, self._params, RankGroup(), own.network, own.loop
+        )
         self._outer.begin()
 
     def prepare(self) -> None:
@@ -157,7 +180,9 @@ class OurSync:
     def run(self, timeout_seconds: float) -> None:
         self._outer.launch(TOKENS)
         reports = self._outer.land().reports
-        assert len(reports) == 1, f"committed at its attempt number {len(reports)}: {reports[0].cause}"
+        assert len(reports) == 1, (
+            f"committed at its attempt number {len(reports)}: {reports[0].cause}"
+        )
 
     def digest(self) -> str:
         return self._model.digest()

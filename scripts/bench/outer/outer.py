@@ -6,7 +6,8 @@
         [--send-buffer BYTES]
         [--json FILE]
     python scripts/bench/outer/outer.py --links 100mbit,1gbit --codecs fp32,int4 \\
-        --torchft-python PATH --what torch,gloo,hivemind,plain-sync,torchft-sync,gloo-sync,hivemind-sync
+        --torchft-python PATH --what
+        torch,gloo,hivemind,plain-sync,torchft-sync,gloo-sync,hivemind-sync
 
 Reduces: gloo, tls and hivemind are ours (outer/reduce/reducer.py) over these transports. torch is
 torch's all_reduce over gloo, averager is hivemind's DecentralizedAverager. In tls-relayed the last
@@ -66,9 +67,22 @@ PAYLOAD_BYTES = {
     "tls-sync": OURS,
     "hivemind-sync": OURS,
 }
-"""Payload bytes per parameter, by contestant and codec. Codecs that a contestant does not have are left out."""
+"""Payload bytes per parameter, by contestant and codec. Codecs that a contestant does not have are
+left out.
+"""
 DEFAULT = ("torch", "gloo", "hivemind", "averager", "plain-sync", "gloo-sync", "hivemind-sync")
-COLUMNS = ("seconds", "spread", "repeats", "CPU s", "theory", "counted", "wire", "share", "x plain", "x torchft")
+COLUMNS = (
+    "seconds",
+    "spread",
+    "repeats",
+    "CPU s",
+    "theory",
+    "counted",
+    "wire",
+    "share",
+    "x plain",
+    "x torchft",
+)
 
 
 async def bench(args: argparse.Namespace) -> list[Row]:
@@ -77,12 +91,22 @@ async def bench(args: argparse.Namespace) -> list[Row]:
     assert task is not None, "runs as a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     rows: list[Row] = []
-    print(f"{'link':<10}{'islands':>7}  {'what':<14}{'codec':<6}" + "".join(f"{column:>10}" for column in COLUMNS))
+    print(
+        f"{'link':<10}{'islands':>7}  {'what':<14}{'codec':<6}"
+        + "".join(f"{column:>10}" for column in COLUMNS)
+    )
     for link in args.links:
         for num_islands in args.islands:
             with open_link_namespaces(link, num_islands + 1, args.send_buffer) as namespaces:
                 # The last namespace is the relay's.
-                case = LinkCase(link, num_islands, args.params, namespaces[:-1], args.torchft_python, namespaces[-1:])
+                case = LinkCase(
+                    link,
+                    num_islands,
+                    args.params,
+                    namespaces[:-1],
+                    args.torchft_python,
+                    namespaces[-1:],
+                )
                 rows += await run_case(case, args)
     return rows
 
@@ -118,7 +142,9 @@ def format_row(row: Row, rows: Sequence[Row], case: LinkCase) -> str:
         (ratio(row, "plain-sync" if row.is_sync else "torch", rows), 2),
         (ratio(row, "torchft-sync", rows) if row.is_sync else None, 2),
     ]
-    cells = "".join(f"{'-':>10}" if value is None else f"{value:>10.{digits}f}" for value, digits in numbers)
+    cells = "".join(
+        f"{'-':>10}" if value is None else f"{value:>10.{digits}f}" for value, digits in numbers
+    )
     end = f"  {len(row.flaws)} more wrong: {row.flaws[0]}" if row.flaws else ""
     return f"{begin}{times}{cells}{end}"
 
@@ -129,22 +155,31 @@ def ratio(row: Row, what: str, rows: Sequence[Row]) -> float | None:
     None if that contestant has none.
     """
     reference = [
-        median(other.seconds) for other in rows if (other.what, other.codec) == (what, "fp32") and other.seconds
+        median(other.seconds)
+        for other in rows
+        if (other.what, other.codec) == (what, "fp32") and other.seconds
     ]
     return median(row.seconds) / reference[0] if reference else None
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--params", type=lambda text: int(float(text)), default=25_000_000)
     parser.add_argument("--islands", type=whole_numbers, default=[2, 4])
     parser.add_argument("--links", type=choices(LINKS), default=["loopback", "100mbit", "1gbit"])
     parser.add_argument("--what", type=choices(PAYLOAD_BYTES), default=list(DEFAULT))
     parser.add_argument("--codecs", type=choices(OURS), default=["fp32", "bf16", "int8"])
-    repeats = "measured repeats of each row, after one unmeasured repeat; the table shows their medians"
+    repeats = (
+        "measured repeats of each row, after one unmeasured repeat; the table shows their medians"
+    )
     parser.add_argument("--repeats", type=int, default=5, help=repeats)
-    buffers = "most bytes of a connection's send buffer, for the islands' namespaces (default: this machine's tcp_wmem)"
+    buffers = (
+        "most bytes of a connection's send buffer, for the islands' namespaces (default: "
+        "this machine's tcp_wmem)"
+    )
     parser.add_argument("--send-buffer", type=int, metavar="BYTES", help=buffers)
     add_torchft_python(parser)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
@@ -159,7 +194,10 @@ def main() -> None:
     """Print the table."""
     args = parse_arguments()
     if os.geteuid() != 0 and any(LINKS[link] for link in args.links):
-        print("shaped links use network namespaces, which need root: only loopback is measured (or use sudo)")
+        print(
+            "shaped links use network namespaces, which need root: only loopback is measured (or "
+            "use sudo)"
+        )
         args.links = [link for link in args.links if LINKS[link] is None]
     started_at = time.monotonic()
     load = os.getloadavg()[0]
@@ -168,11 +206,16 @@ def main() -> None:
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("stopped; every process and namespace has been removed")
     print(
-        f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the islands share; "
-        f"load before {load:.1f}; torch {', '.join(sorted({row.torch for row in rows if row.torch}))}"
+        f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the islands "
+        "share; "
+        f"load before {load:.1f}; torch "
+        f"{', '.join(sorted({row.torch for row in rows if row.torch}))}"
     )
     if any(row.islands > (os.cpu_count() or 1) for row in rows):
-        print("more islands than cores: on loopback and at 1 Gbit/s the processor, not the link, may be the limit")
+        print(
+            "more islands than cores: on loopback and at 1 Gbit/s the processor, not the link, may "
+            "be the limit"
+        )
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 

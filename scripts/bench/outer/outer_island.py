@@ -1,9 +1,12 @@
-"""One island of scripts/bench/outer/outer.py. It reads commands, one JSON object per line, and answers each with one.
+"""One island of scripts/bench/outer/outer.py. It reads commands, one JSON object per line, and
+answers each with one.
 
-{"do": "open", "what": ..., "seat": {...}}      -> {"bootstrap": [...], "address": ..., "torch": ...}
+{"do": "open", "what": ..., "seat": {...}}      -> {"bootstrap": [...], "address": ..., "torch":
+                                                ...}
 {"do": "connect", "addresses": [...]}           -> {}
 {"do": "prepare"}                               -> {}
-{"do": "run", "at": ..., "timeout": ...}        -> {"ended": ..., "cpu": ..., "sent_bytes": ..., "digest": ...,
+{"do": "run", "at": ..., "timeout": ...}        -> {"ended": ..., "cpu": ..., "sent_bytes": ...,
+                                                "digest": ...,
                                                     "flaw": ...}
 end of input, or an error (answered)            -> the process ends
 """
@@ -92,7 +95,10 @@ def main() -> None:
             print(json.dumps(island.answer(json.loads(line))), file=replies)
     except Exception as error:  # noqa: BLE001 - the bench prints any error and goes on
         traceback.print_exc()
-        print(json.dumps({"error": (str(error) or type(error).__name__).splitlines()[0]}), file=replies)
+        print(
+            json.dumps({"error": (str(error) or type(error).__name__).splitlines()[0]}),
+            file=replies,
+        )
     try:
         island.close()
     finally:

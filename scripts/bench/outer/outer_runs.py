@@ -97,14 +97,18 @@ class Island:
         self._process = process
 
     async def ask(self, timeout_seconds: float = ANSWER_SECONDS, **command: Any) -> dict[str, Any]:
-        """Send a command and return the reply. Raises BenchError when it fails or no reply arrives in time."""
+        """Send a command and return the reply. Raises BenchError when it fails or no reply arrives
+        in time.
+        """
         assert self._process.stdin and self._process.stdout, "started with pipes"
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         try:
             async with asyncio.timeout(timeout_seconds):
                 line = await self._process.stdout.readline()
         except TimeoutError:
-            raise BenchError(f"no answer to {command['do']} within {timeout_seconds:.0f} s") from None
+            raise BenchError(
+                f"no answer to {command['do']} within {timeout_seconds:.0f} s"
+            ) from None
         reply = json.loads(line or '{"error": "the process ended"}')
         if "error" in reply:
             raise BenchError(f"{command['do']}: {reply['error']}")
@@ -124,7 +128,9 @@ class Island:
 
 @contextlib.asynccontextmanager
 async def start_islands(case: LinkCase, row: Row, verbose: bool) -> AsyncIterator[list[Island]]:
-    """Start the islands of a row's contestant and connect them with each other. They are ended at exit."""
+    """Start the islands of a row's contestant and connect them with each other. They are ended at
+    exit.
+    """
     islands: list[Island] = []
     relays = contextlib.ExitStack()
     try:
@@ -206,7 +212,9 @@ async def _repeat(case: LinkCase, islands: Sequence[Island], row: Row, *, is_war
     await _ask_all(islands, do="prepare")
     before = case.sent_bytes()
     start = time.monotonic() + START_SECONDS
-    replies = await _ask_all(islands, do="run", at=start, timeout=timeout, timeout_seconds=timeout + 10)
+    replies = await _ask_all(
+        islands, do="run", at=start, timeout=timeout, timeout_seconds=timeout + 10
+    )
     if flaw := _find_flaw(replies):
         row.flaws.append(flaw)
     elif is_warm:
@@ -231,7 +239,9 @@ def ideal_seconds(row: Row, num_params: int, rate: float) -> float:
 
 
 @contextlib.contextmanager
-def open_link_namespaces(link: str, num_islands: int, send_buffer: int | None) -> Iterator[Sequence[Namespace]]:
+def open_link_namespaces(
+    link: str, num_islands: int, send_buffer: int | None
+) -> Iterator[Sequence[Namespace]]:
     """Open the namespaces of a link; none for loopback.
 
     `send_buffer`: most bytes of a connection's send buffer.
@@ -239,7 +249,9 @@ def open_link_namespaces(link: str, num_islands: int, send_buffer: int | None) -
     if LINKS[link] is None:
         yield ()
         return
-    with open_linked_namespaces(num_islands, parse_link(link.replace("-", ",rtt="))[1]) as namespaces:
+    with open_linked_namespaces(
+        num_islands, parse_link(link.replace("-", ",rtt="))[1]
+    ) as namespaces:
         for place in namespaces if send_buffer else ():
             run_tool(*place.command("sysctl", "-qw", f"net.ipv4.tcp_wmem=4096 16384 {send_buffer}"))
         yield namespaces

@@ -1,4 +1,6 @@
-"""The rivals in `scripts/bench/outer/outer.py`: torch's all_reduce, hivemind's averager and DiLoCo in plain torch."""
+"""The rivals in `scripts/bench/outer/outer.py`: torch's all_reduce, hivemind's averager and DiLoCo
+in plain torch.
+"""
 
 import time
 from typing import Any, ClassVar
@@ -29,7 +31,9 @@ class Torch:
         self.address = ""
 
     def connect(self, addresses: list[str]) -> None:
-        dist.init_process_group("gloo", store=self._store, rank=self._seat.index, world_size=self._seat.num_islands)
+        dist.init_process_group(
+            "gloo", store=self._store, rank=self._seat.index, world_size=self._seat.num_islands
+        )
 
     def prepare(self) -> None:
         self._values = self._own.clone()
@@ -50,7 +54,11 @@ class Torch:
 class Averager:
     """hivemind's DecentralizedAverager. Matchmaking finishes before the measurement starts."""
 
-    COMPRESSION: ClassVar = {"fp32": "NoCompression", "bf16": "Float16Compression", "int8": "Uniform8BitQuantization"}
+    COMPRESSION: ClassVar = {
+        "fp32": "NoCompression",
+        "bf16": "Float16Compression",
+        "int8": "Uniform8BitQuantization",
+    }
     """hivemind's closest equivalent of each of our codecs."""
 
     def __init__(self, seat: IslandSpec) -> None:
@@ -60,7 +68,9 @@ class Averager:
         self._seat = seat
         self._own = seat.values()
         # hivemind's 8-bit codecs call int() on arrays of one element, which numpy 2.4 refuses.
-        hivemind.compression.quantization.int = lambda value: getattr(value, "item", lambda: int(value))()
+        hivemind.compression.quantization.int = lambda value: getattr(
+            value, "item", lambda: int(value)
+        )()
         self._dht = hivemind.DHT(
             host_maddrs=[f"/ip4/{seat.host}/tcp/0"],
             initial_peers=seat.bootstrap or None,
@@ -79,7 +89,9 @@ class Averager:
     def prepare(self) -> None:
         with self._averager.get_tensors() as (tensor,):
             tensor.copy_(self._own)
-        self._step = self._averager.step(wait=False, require_trigger=True, timeout=SETUP_SECONDS, allow_retries=False)
+        self._step = self._averager.step(
+            wait=False, require_trigger=True, timeout=SETUP_SECONDS, allow_retries=False
+        )
         deadline = time.monotonic() + SETUP_SECONDS
         while self._step.stage != self._hivemind.averaging.control.AveragingStage.AWAITING_TRIGGER:
             if self._step.done() or time.monotonic() > deadline:
@@ -120,14 +132,19 @@ class Averager:
 
 
 class PlainSync:
-    """DiLoCo in plain torch: the mean of the pseudo-gradients by all_reduce over gloo, then SGD and a copy."""
+    """DiLoCo in plain torch: the mean of the pseudo-gradients by all_reduce over gloo, then SGD and
+    a copy.
+    """
 
     def __init__(self, spec: IslandSpec) -> None:
         self._group = Torch(spec)
         self.bootstrap = self._group.bootstrap
         self.address = ""
         self._num_islands = spec.num_islands
-        self._params = [torch.nn.Parameter(torch.zeros(shape)) for shape in build_shapes(spec.num_params).values()]
+        self._params = [
+            torch.nn.Parameter(torch.zeros(shape))
+            for shape in build_shapes(spec.num_params).values()
+        ]
         self._optimizer = torch.optim.SGD(self._params, **OUTER)
         self._model = FakeModel(spec, [torch.zeros_like(param) for param in self._params])
 

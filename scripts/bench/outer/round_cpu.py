@@ -88,7 +88,9 @@ def build_params(num_params: int) -> dict[str, torch.Tensor]:
     return {f"layers.{i}.w": torch.zeros(LAYER) for i in range(max(1, round(num_params / size)))}
 
 
-def measure(seat: Seat, tensors: dict[str, torch.Tensor], run_round: Callable[[], None], before: int) -> Cost:
+def measure(
+    seat: Seat, tensors: dict[str, torch.Tensor], run_round: Callable[[], None], before: int
+) -> Cost:
     """Run all rounds, and measure those after the first WARM_ROUNDS."""
     times = StageTimes()
     for _ in range(WARM_ROUNDS):
@@ -137,11 +139,18 @@ def run_ours(seat: Seat, before: int) -> Cost:
     transport, codec = CONTESTANTS[seat.what]
     rounds = WARM_ROUNDS + seat.num_rounds
     config = OuterConfig.model_validate(
-        {"transport": transport, "codec": codec, "start_islands": seat.num_islands, "rounds": rounds}
+        {
+            "transport": transport,
+            "codec": codec,
+            "start_islands": seat.num_islands,
+            "rounds": rounds,
+        }
     )
     name = f"island-{seat.index}"
     loop = EventLoopThread()
-    where = NetworkSettings("bench", name, 0, [seat.bootstrap], island_key=key_of(name), connect_seconds=60)
+    where = NetworkSettings(
+        "bench", name, 0, [seat.bootstrap], island_key=key_of(name), connect_seconds=60
+    )
     network = loop.run(open_network(transport, where))
     params = FakeParams(build_params(seat.num_params))
     outer = build_loop(config, identity_of(name), params, RankGroup(), network, loop)
@@ -168,16 +177,27 @@ def island_main(seat: Seat) -> None:
     os._exit(0)
 
 
-def run_contestant(what: str, num_islands: int, num_params: int, num_rounds: int, folder: Path) -> Cost:
+def run_contestant(
+    what: str, num_islands: int, num_params: int, num_rounds: int, folder: Path
+) -> Cost:
     """Return the medians over the islands of one contestant."""
     transport = CONTESTANTS[what][0]
     store = folder / f"store-{what}-{time.monotonic_ns()}"
     with _bootstrap(transport) as address:
-        seats = [Seat(what, i, num_islands, num_params, num_rounds, address, str(store)) for i in range(num_islands)]
+        seats = [
+            Seat(what, i, num_islands, num_params, num_rounds, address, str(store))
+            for i in range(num_islands)
+        ]
         words = [sys.executable, "-m", "scripts.bench.outer.round_cpu", "--seat"]
-        children = [subprocess.Popen([*words, json.dumps(asdict(s))], stdout=subprocess.PIPE, text=True) for s in seats]
+        children = [
+            subprocess.Popen([*words, json.dumps(asdict(s))], stdout=subprocess.PIPE, text=True)
+            for s in seats
+        ]
         try:
-            costs = [Cost(**json.loads(child.communicate(timeout=GUARD_SECONDS)[0])) for child in children]
+            costs = [
+                Cost(**json.loads(child.communicate(timeout=GUARD_SECONDS)[0]))
+                for child in children
+            ]
         finally:
             for child in children:
                 child.kill()
@@ -201,7 +221,9 @@ def _bootstrap(transport: str) -> Iterator[str]:
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        yield next(line.removeprefix(PREFIX).strip() for line in process.stdout if line.startswith(PREFIX))
+        yield next(
+            line.removeprefix(PREFIX).strip() for line in process.stdout if line.startswith(PREFIX)
+        )
     finally:
         process.terminate()
         process.wait(20)
@@ -215,14 +237,21 @@ def _memory(field: str) -> int:
 
 def main() -> None:
     """Measure the contestants in turn and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--params", type=float, default=10e6, help="number of parameters")
     parser.add_argument("--islands", type=int, default=2, help="number of islands")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="number of measured rounds, after two that are not measured"
+        "--rounds",
+        type=int,
+        default=5,
+        help="number of measured rounds, after two that are not measured",
     )
     parser.add_argument("--what", type=choices(CONTESTANTS), default=["plain", "gloo", "gloo-int4"])
-    parser.add_argument("--repeats", type=int, default=1, help="turns of each contestant; the table has the medians")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="turns of each contestant; the table has the medians"
+    )
     parser.add_argument("--seat", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.seat:
@@ -233,7 +262,10 @@ def main() -> None:
             for what, costs in found.items():
                 size = arguments.islands, int(arguments.params), arguments.rounds
                 costs.append(run_contestant(what, *size, Path(folder)))
-    print(f"{arguments.islands} islands, {arguments.params:g} parameters; per round, island and parameter")
+    print(
+        f"{arguments.islands} islands, {arguments.params:g} parameters; per round, island and "
+        "parameter"
+    )
     print_tables({what: middle(costs) for what, costs in found.items()})
 
 
@@ -246,7 +278,10 @@ def print_tables(costs: Mapping[str, Cost]) -> None:
     staged = {what: cost for what, cost in costs.items() if cost.stages}
     print(f"\n{'CPU ns by stage':18s}" + "".join(f"{what:>11s}" for what in staged))
     for stage in STAGES:
-        print(f"{stage:18s}" + "".join(f"{cost.stages.get(stage, 0.0):11.2f}" for cost in staged.values()))
+        print(
+            f"{stage:18s}"
+            + "".join(f"{cost.stages.get(stage, 0.0):11.2f}" for cost in staged.values())
+        )
     rest = (cost.cpu_ns - sum(cost.stages.values()) for cost in staged.values())
     print(f"{'everything else':18s}" + "".join(f"{ns:11.2f}" for ns in rest))
 

@@ -1,7 +1,8 @@
-"""torchft's DiLoCo for the benchmarks: an island of one worker, with its manager, beside the group's lighthouse.
+"""torchft's DiLoCo for the benchmarks: an island of one worker, with its manager, beside the
+group's lighthouse.
 
-Imported by a Python that has torchft, see `--torchft-python`. On a CPU torchft sends fp32 only: its quantisation needs
-Triton.
+Imported by a Python that has torchft, see `--torchft-python`. On a CPU torchft sends fp32 only: its
+quantisation needs Triton.
 """
 
 import logging
@@ -22,11 +23,15 @@ LIGHTHOUSE_PORT = 29510
 
 
 def start_lighthouse(num_islands: int) -> LighthouseServer:
-    """Start the group's lighthouse on LIGHTHOUSE_PORT of this host. It serves as long as it is referenced."""
+    """Start the group's lighthouse on LIGHTHOUSE_PORT of this host. It serves as long as it is
+    referenced.
+    """
     return LighthouseServer(bind=f"[::]:{LIGHTHOUSE_PORT}", min_replicas=num_islands)
 
 
-def open_manager(index: int, num_islands: int, host: str, lighthouse: str) -> tuple[Manager, dist.TCPStore]:
+def open_manager(
+    index: int, num_islands: int, host: str, lighthouse: str
+) -> tuple[Manager, dist.TCPStore]:
     """Open the manager of an island of one worker, and its store.
 
     The store serves while it is referenced. All islands must begin with equal weights, because none
@@ -63,14 +68,19 @@ class TorchftSync:
         self.address = ""
         self._lighthouse = None if spec.bootstrap else start_lighthouse(spec.num_islands)
         self.bootstrap = spec.bootstrap or [spec.host]
-        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in build_shapes(spec.num_params).values()]
+        params = [
+            torch.nn.Parameter(torch.zeros(shape))
+            for shape in build_shapes(spec.num_params).values()
+        ]
         self._params = torch.nn.ParameterList(params)
         self._model = FakeModel(spec, [param.data for param in params])
         self._inner = torch.optim.SGD(params, lr=1.0)
 
     def connect(self, addresses: list[str]) -> None:
         spec = self._spec
-        self._manager, self._store = open_manager(spec.index, spec.num_islands, spec.host, self.bootstrap[0])
+        self._manager, self._store = open_manager(
+            spec.index, spec.num_islands, spec.host, self.bootstrap[0]
+        )
         outer = torch.optim.SGD(self._params, **OUTER)
         self._diloco = DiLoCo(self._manager, [self._params], self._inner, outer, sync_every=1)
         self._diloco.__enter__()

@@ -1,14 +1,16 @@
-"""How a run grows, on paper: memory, bytes and seconds of a round by model, ranks of an island and number of islands.
+"""How a run grows, on paper: memory, bytes and seconds of a round by model, ranks of an island and
+number of islands.
 
     python -m scripts.bench.scale.growth [--bandwidth 10gbit] [--rtt 50ms]
         [section.key=value of the outer config ...]
 
-Nothing is started. "device" is the fullest rank's peak as `diloco mesh` plans it (bf16, AdamW, two micro-batches of one
-sequence of 8192, full recomputation), "host" the outer loop's memory of a rank as in `diloco plan`, without the process
-itself. A round's seconds are the terms of `diloco plan`: the transfer over one link of this bandwidth for each island;
-coding beyond it; outer step and digests; copies; round trips and the host's time for each payload. Coding, steps and
-copies are measured on one core of this machine, and each rank is taken to have one such core. "carriers" is the list of
-carriers in each ready message at its longest.
+Nothing is started. "device" is the fullest rank's peak as `diloco mesh` plans it (bf16, AdamW, two
+micro-batches of one sequence of 8192, full recomputation), "host" the outer loop's memory of a rank
+as in `diloco plan`, without the process itself. A round's seconds are the terms of `diloco plan`:
+the transfer over one link of this bandwidth for each island; coding beyond it; outer step and
+digests; copies; round trips and the host's time for each payload. Coding, steps and copies are
+measured on one core of this machine, and each rank is taken to have one such core. "carriers" is
+the list of carriers in each ready message at its longest.
 """
 
 import argparse
@@ -68,8 +70,13 @@ SIZES = (
 def main() -> None:
     options = parse_arguments()
     link = LinkSpeed(parse_bits_per_second(options.bandwidth), parse_seconds(options.rtt))
-    outer = OuterConfig.model_validate(dict(text.split("=", 1) for text in options.overrides) | {"inner_steps": 100})
-    print(f"links of {options.bandwidth} and {options.rtt} for each island, {outer.codec} over {outer.transport}")
+    outer = OuterConfig.model_validate(
+        dict(text.split("=", 1) for text in options.overrides) | {"inner_steps": 100}
+    )
+    print(
+        f"links of {options.bandwidth} and {options.rtt} for each island, {outer.codec} over "
+        f"{outer.transport}"
+    )
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for size in SIZES:
         for num_islands in ISLANDS:
@@ -77,11 +84,18 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bandwidth", default="10gbit", help="bandwidth of each island's link; default: 10gbit")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--bandwidth", default="10gbit", help="bandwidth of each island's link; default: 10gbit"
+    )
     parser.add_argument("--rtt", default="50ms", help="round trip between islands; default: 50ms")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings of the outer config, for example codec=int4"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings of the outer config, for example codec=int4",
     )
     return parser.parse_args()
 
@@ -119,7 +133,12 @@ def row(size: Size, num_islands: int, outer: OuterConfig, link: LinkSpeed) -> li
 
 def describe(degrees: Degrees) -> str:
     """Describe the axes of a mesh that have several ranks."""
-    axes = {"pp": degrees.pp, "dp_replicate": degrees.dp_replicate, "dp_shard": degrees.dp_shard, "tp": degrees.tp}
+    axes = {
+        "pp": degrees.pp,
+        "dp_replicate": degrees.dp_replicate,
+        "dp_shard": degrees.dp_shard,
+        "tp": degrees.tp,
+    }
     return " ".join(f"{axis} {ranks}" for axis, ranks in axes.items() if ranks > 1) or "one"
 
 
@@ -139,7 +158,11 @@ def device_bytes(size: Size) -> int:
 
 def longest_carriers(num_parts: int, num_ranks: int) -> int:
     """Return the bytes of the carriers as JSON, if neighbouring parts have different carriers."""
-    return len(json.dumps(pack_carriers([part % num_ranks for part in range(num_parts)]), separators=(",", ":")))
+    return len(
+        json.dumps(
+            pack_carriers([part % num_ranks for part in range(num_parts)]), separators=(",", ":")
+        )
+    )
 
 
 def terms(predicted: Prediction) -> str:

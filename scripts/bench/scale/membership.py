@@ -42,7 +42,11 @@ class Seat:
     async def commit(self, after: float, digest: str) -> None:
         """Change the record as after a commit."""
         await asyncio.sleep(after)
-        change = {"round": self.member.round + 1, "tokens": self.member.tokens + 4096, "digest": digest}
+        change = {
+            "round": self.member.round + 1,
+            "tokens": self.member.tokens + 4096,
+            "digest": digest,
+        }
         self.member = self.member.model_copy(update=change)
         self.membership.update(self.member)
 
@@ -50,7 +54,10 @@ class Seat:
 def main() -> None:
     options = parse_arguments()
     print(f"rounds of {options.round_seconds:g} s, means of {options.rounds}")
-    print("| islands | kB to an island per round | MB from the rendezvous per round | CPU s per round, all together |")
+    print(
+        "| islands | kB to an island per round | MB from the rendezvous per round | CPU s per "
+        "round, all together |"
+    )
     print("|---|---|---|---|")
     for num_islands in options.islands:
         received, cpu = asyncio.run(measure(num_islands, options.rounds, options.round_seconds))
@@ -60,7 +67,9 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--islands", type=whole_numbers, default=[8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-seconds", type=float, default=3.0)
@@ -82,7 +91,9 @@ async def measure(num_islands: int, rounds: int, round_seconds: float) -> tuple[
         for number in range(rounds):
             pause = asyncio.create_task(asyncio.sleep(round_seconds))
             digest = f"{number:032x}"
-            await asyncio.gather(*(seat.commit(chance.uniform(0, COMMIT_SECONDS), digest) for seat in seats), pause)
+            await asyncio.gather(
+                *(seat.commit(chance.uniform(0, COMMIT_SECONDS), digest) for seat in seats), pause
+            )
         await until_known(seats)
         received = sum(seat.traffic.bytes_received for seat in seats) - received
         return received / num_islands / rounds, (time.process_time() - cpu) / rounds
@@ -103,19 +114,25 @@ def take_seat(name: str, address: str) -> Seat:
         transport_addresses=[f"gloo:{name}/{rank}@192.0.2.1:{29100 + rank}" for rank in range(8)],
         round=0,
     )
-    messenger = StreamMessenger(RENDEZVOUS, Endpoint(name, 0), dial, traffic, PeerAuth(island=auth.island, names=None))
+    messenger = StreamMessenger(
+        RENDEZVOUS, Endpoint(name, 0), dial, traffic, PeerAuth(island=auth.island, names=None)
+    )
     return Seat(member, TcpMembership(messenger, [address], "bench", 30.0, auth), traffic)
 
 
 async def until_known(seats: list[Seat]) -> None:
-    """Wait until every island knows the newest records of all. Raises RuntimeError if that takes too long."""
+    """Wait until every island knows the newest records of all. Raises RuntimeError if that takes
+    too long.
+    """
     newest = {seat.member.island: seat.member for seat in seats}
 
     async def are_known() -> bool:
         return all([await seat.membership.members() == newest for seat in seats])
 
     if not await retry(are_known, seconds=START_SECONDS, pause_seconds=0.1):
-        raise RuntimeError(f"the records of {len(seats)} islands did not arrive within {START_SECONDS:g} s")
+        raise RuntimeError(
+            f"the records of {len(seats)} islands did not arrive within {START_SECONDS:g} s"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Runs of 8 islands and more on virtual time: messages, bytes, commit and processor time by size.
 
-    python -m scripts.bench.scale.scale                       # 8, 16, 32 and 64 islands at 100 Mbit/s and 50 ms
+    python -m scripts.bench.scale.scale                       # 8, 16, 32 and 64 islands at 100
+                                                              Mbit/s and 50 ms
     python -m scripts.bench.scale.scale --islands 8,128 --link 1gbit,rtt=20ms --plot scale.png
 
 All figures but the processor time follow from the arguments alone, however busy the machine is.
@@ -22,13 +23,17 @@ CONTROL = ("ready", "plannotice", "plan", "vote", "votelist", "votereceipt", "se
 COLUMNS = (
     "| islands | utilisation | commit: median, p90, max "
     "| ready, notice, plan, vote, list, receipt, settled, status | all small "
-    "| payloads | MB sent | small MB of one, most | link in use | CPU per round: island, most | first bottleneck |"
+    "| payloads | MB sent | small MB of one, most | link in use | CPU per round: island, most | "
+    "first bottleneck |"
 )
 
 
 def main() -> None:
     options = parse_arguments()
-    print(f"{options.config}, {' '.join(options.overrides)}: steps of {options.step_seconds}, {options.link}")
+    print(
+        f"{options.config}, {' '.join(options.overrides)}: steps of {options.step_seconds}, "
+        f"{options.link}"
+    )
     print(COLUMNS + "\n|" + "---|" * 11)
     found = []
     for num_islands in options.islands:
@@ -36,7 +41,10 @@ def main() -> None:
         results = simulate(options, num_islands)
         print(row(results), flush=True)
         found.append(results)
-        print(f"    {time.process_time() - started:.1f} CPU s, {results.num_rounds} rounds", flush=True)
+        print(
+            f"    {time.process_time() - started:.1f} CPU s, {results.num_rounds} rounds",
+            flush=True,
+        )
         for name, error in results.errors.items():
             print(f"    {name} has failed: {error}")
     print(f"on {os.cpu_count()} cores at a load of {os.getloadavg()[0]:.1f}")
@@ -45,7 +53,9 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
     parser.add_argument("--islands", type=whole_numbers, default=[8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=4)
@@ -73,7 +83,9 @@ def row(results: Results) -> str:
     cells = [
         f"{results.num_islands}",
         "-" if results.utilisation is None else f"{results.utilisation:.3f}",
-        ", ".join(f"{value:.2f}" for value in (quantile(times, 0.5), quantile(times, 0.9), times[-1])),
+        ", ".join(
+            f"{value:.2f}" for value in (quantile(times, 0.5), quantile(times, 0.9), times[-1])
+        ),
         ", ".join(f"{results.messages.get(kind, 0.0):.0f}" for kind in CONTROL),
         f"{small:.0f}",
         f"{results.messages.get('payload', 0.0):.0f}",
@@ -96,7 +108,8 @@ def plot(found: list[Results], path: Path) -> None:
     sizes = [results.num_islands for results in found]
     curves = {
         "small messages of an island per round": [
-            sum(number for kind, number in results.messages.items() if kind != "payload") for results in found
+            sum(number for kind, number in results.messages.items() if kind != "payload")
+            for results in found
         ],
         "seconds to commit, median": [quantile(results.commit_seconds, 0.5) for results in found],
         "CPU seconds of an island per round": [results.cpu_seconds for results in found],

@@ -22,7 +22,13 @@ from statistics import median
 from diloco.records.metrics import EvalRecord, Metrics, RoundRecord, StepRecord
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+]
 ROUND_SECONDS = 30.0
 CONFIG = "{{outer: {{inner_steps: 1, rounds: {rounds}}}, model: {{preset: 1m}}}}"
 RANKS = [[float(rank), 25.0, 1.0, 20.0 + rank, 0.5, 0.5] for rank in range(2)]
@@ -33,7 +39,9 @@ MEASURE = """() => { const begin = performance.now(); draw(); return performance
 
 def main() -> None:
     """Write the records of a run, measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--islands", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10_000)
     parser.add_argument("--port", type=int, default=8477)
@@ -49,8 +57,12 @@ def main() -> None:
     print(json.dumps({"islands": given.islands, "rounds": given.rounds} | measured, indent=2))
 
 
-def write_island(folder: Path, name: str, names: tuple[str, ...], rounds: range, start: float) -> None:
-    """Append the island's records of these rounds: one inner step, the round, and every tenth time a held-out loss."""
+def write_island(
+    folder: Path, name: str, names: tuple[str, ...], rounds: range, start: float
+) -> None:
+    """Append the island's records of these rounds: one inner step, the round, and every tenth time
+    a held-out loss.
+    """
     metrics = Metrics(folder / name / "metrics.jsonl")
     for number in rounds:
         end = start + number * ROUND_SECONDS
@@ -68,7 +80,12 @@ def write_island(folder: Path, name: str, names: tuple[str, ...], rounds: range,
             time=end,
         )
         metrics.write(step)
-        counts = {"bytes_sent": 2_000_000, "bytes_received": 2_000_000, "reduce_seconds": 3.0, "wait_seconds": 1.0}
+        counts = {
+            "bytes_sent": 2_000_000,
+            "bytes_received": 2_000_000,
+            "reduce_seconds": 3.0,
+            "wait_seconds": 1.0,
+        }
         metrics.write(
             RoundRecord(
                 round=number,
@@ -88,12 +105,20 @@ def write_island(folder: Path, name: str, names: tuple[str, ...], rounds: range,
         )
         if number % 10 == 0:
             metrics.write(
-                EvalRecord(round=number, tokens=tokens * len(names), loss=loss, bits_per_byte=None, time=end + 4.5)
+                EvalRecord(
+                    round=number,
+                    tokens=tokens * len(names),
+                    loss=loss,
+                    bits_per_byte=None,
+                    time=end + 4.5,
+                )
             )
     metrics.close()
 
 
-def measure(folder: Path, names: tuple[str, ...], rounds: int, start: float, port: int) -> dict[str, float]:
+def measure(
+    folder: Path, names: tuple[str, ...], rounds: int, start: float, port: int
+) -> dict[str, float]:
     """Measure the seconds until the server is ready, and the milliseconds of loads and updates."""
     from playwright.sync_api import sync_playwright
 
@@ -116,11 +141,15 @@ def measure(folder: Path, names: tuple[str, ...], rounds: int, start: float, por
             for _ in range(5):
                 loads.append(open_page(page, f"http://127.0.0.1:{port}/"))
                 load_cpu.append(1000 * cpu_seconds(clock))  # It begins anew with each page.
-            page.wait_for_selector("#predicted td", timeout=GUARD_MS)  # as on every page after its first seconds
+            page.wait_for_selector(
+                "#predicted td", timeout=GUARD_MS
+            )  # as on every page after its first seconds
             update_cpu: list[float] = []
             for number in range(NUM_UPDATES):
                 for name in names:
-                    write_island(folder, name, names, range(rounds + number, rounds + number + 1), start)
+                    write_island(
+                        folder, name, names, range(rounds + number, rounds + number + 1), start
+                    )
                 wait_for_round(page, rounds + number)
                 before = cpu_seconds(clock)
                 updates.append(page.evaluate(MEASURE))
@@ -131,7 +160,10 @@ def measure(folder: Path, names: tuple[str, ...], rounds: int, start: float, por
         server.wait(timeout=10)
     found |= {"load_ms": round(median(loads)), "update_ms": round(median(updates), 1)}
     found |= {"least_load_ms": round(min(loads)), "least_update_ms": round(min(updates), 1)}
-    return found | {"load_cpu_ms": round(median(load_cpu)), "update_cpu_ms": round(median(update_cpu), 1)}
+    return found | {
+        "load_cpu_ms": round(median(load_cpu)),
+        "update_cpu_ms": round(median(update_cpu), 1),
+    }
 
 
 def cpu_seconds(clock) -> float:

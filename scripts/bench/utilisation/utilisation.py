@@ -2,10 +2,12 @@
 
     .venv/bin/python -m scripts.bench.utilisation.utilisation [--links 50mbit 100mbit 1gbit]
         [--islands 2 4]
-    .venv/bin/python -m scripts.bench.utilisation.utilisation --overlap    share of a round's cost that a delay hides
+    .venv/bin/python -m scripts.bench.utilisation.utilisation --overlap    share of a round's cost
+                                                                           that a delay hides
     .venv/bin/python -m scripts.bench.utilisation.utilisation --overlap --computing
         [--fragments 1 4] [--delays 1 2 5]
-    .venv/bin/python -m scripts.bench.utilisation.utilisation --wire       bytes by codec, compared with the formula
+    .venv/bin/python -m scripts.bench.utilisation.utilisation --wire       bytes by codec, compared
+                                                                           with the formula
 
 Islands are processes in network namespaces with shaped links (needs root). Their inner steps sleep
 until they have lasted exactly --step-seconds, so that the measurement does not depend on this
@@ -58,7 +60,7 @@ NEXT_TO_NOTHING = {"codec": "topk", "coding": {"top_k": 1, "chunk_elements": 655
 """--wire: settings whose rounds consist almost only of protocol messages."""
 
 
-# -- utilisation -------------------------------------------------------------------------------------------------
+# -- utilisation -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,22 @@ class ComparisonRow:
         outer = self.run.config
         predicted = self.predicted
         predicted_round = (
-            predicted.total_seconds - predicted.compute_seconds - predicted.copy_seconds + predicted.hidden_seconds
+            predicted.total_seconds
+            - predicted.compute_seconds
+            - predicted.copy_seconds
+            + predicted.hidden_seconds
         )
         return (
-            f"{run.link_text:<16}{run.num_islands:>7}  {outer.codec:<7}{outer.fragments:>5}{outer.delay:>6}"
+            f"{run.link_text:<16}{run.num_islands:>7}  "
+            f"{outer.codec:<7}{outer.fragments:>5}{outer.delay:>6}"
             f"{outer.inner_steps:>6}{self.utilisation:>10.1%}{predicted.utilisation:>10.1%}{self.ratio:>7.3f}"
             f"{self.round_seconds:>9.3f}{predicted_round:>9.3f}{self.copy_seconds:>8.3f}{predicted.copy_seconds:>8.3f}"
         )
 
 
 HEADER = (
-    f"{'link':<16}{'islands':>7}  {'codec':<7}{'frag.':>5}{'delay':>6}{'steps':>6}{'measured':>10}{'predicted':>10}"
+    f"{'link':<16}{'islands':>7}  "
+    f"{'codec':<7}{'frag.':>5}{'delay':>6}{'steps':>6}{'measured':>10}{'predicted':>10}"
     f"{'ratio':>7}{'round s':>9}{'pred.':>9}{'copy s':>8}{'pred.':>8}"
 )
 
@@ -105,14 +112,18 @@ def build_row(run: PlannedRun, found: list[list[Event]]) -> ComparisonRow:
     outer = run.config
     compute = outer.inner_steps * run.task.step_seconds
     steady = [event for events in found for event in events[outer.fragments * WARM_CYCLES :]]
-    rounds = [event["waited"] if outer.delay == 0 else event["plan"] + event["reduce"] for event in steady]
+    rounds = [
+        event["waited"] if outer.delay == 0 else event["plan"] + event["reduce"] for event in steady
+    ]
     return ComparisonRow(
         run,
         median(compute / seconds for events in found for seconds in cycle_seconds(events, outer)),
         outer.fragments * median(rounds),
         outer.fragments * median(event["launch"] + event["merge"] for event in steady),
         median(
-            b["cpu"] - a["cpu"] for events in found for a, b in zip(events, events[outer.fragments :], strict=False)
+            b["cpu"] - a["cpu"]
+            for events in found
+            for a, b in zip(events, events[outer.fragments :], strict=False)
         ),
         predict(run.case),
     )
@@ -134,17 +145,28 @@ def print_grid(args: argparse.Namespace) -> list[ComparisonRow]:
     print(HEADER)
     for link in args.links:
         for num_islands in args.islands:
-            settings = [{"codec": c, "inner_steps": n} for c in args.codecs for n in args.inner_steps]
+            settings = [
+                {"codec": c, "inner_steps": n} for c in args.codecs for n in args.inner_steps
+            ]
             settings += [
-                {"codec": args.codecs[-1], "inner_steps": 32, "fragments": 4, "delay": delay} for delay in (2,)
+                {"codec": args.codecs[-1], "inner_steps": 32, "fragments": 4, "delay": delay}
+                for delay in (2,)
             ]
             tasks = [
-                build_task(args.params, args.step_seconds, num_islands, transport=args.transport, **setting)
+                build_task(
+                    args.params, args.step_seconds, num_islands, transport=args.transport, **setting
+                )
                 for setting in settings
             ]
-            rows += measure_rows([with_duration(PlannedRun(link, num_islands, task), args.seconds) for task in tasks])
+            rows += measure_rows(
+                [with_duration(PlannedRun(link, num_islands, task), args.seconds) for task in tasks]
+            )
     off = [row for row in rows if abs(row.ratio - 1) > 0.1]
-    print(f"{len(rows) - len(off)} of {len(rows)} within 10 %; ratios {min(r.ratio for r in rows):.3f} to ", end="")
+    print(
+        f"{len(rows) - len(off)} of {len(rows)} within 10 %; ratios "
+        f"{min(r.ratio for r in rows):.3f} to ",
+        end="",
+    )
     print(f"{max(r.ratio for r in rows):.3f}, median {median(r.ratio for r in rows):.3f}")
     return rows
 
@@ -167,7 +189,10 @@ def measure_rows(runs: Sequence[PlannedRun]) -> list[ComparisonRow]:
 
 def find_step_seconds(run: PlannedRun, found: list[list[Event]]) -> float:
     """Return the median seconds of the inner steps of blocking rounds, without the first cycle."""
-    return median(e["stepped"] for events in found for e in events[WARM_CYCLES:]) / run.config.inner_steps
+    return (
+        median(e["stepped"] for events in found for e in events[WARM_CYCLES:])
+        / run.config.inner_steps
+    )
 
 
 def count_products(seconds: float, sample: int = 500) -> int:
@@ -180,7 +205,7 @@ def count_products(seconds: float, sample: int = 500) -> int:
     return max(1, round(seconds * sample / (time.monotonic() - started_at)))
 
 
-# -- overlap -----------------------------------------------------------------------------------------------------
+# -- overlap ---------------------------------------------------------------------------------------
 
 
 def print_overlap(args: argparse.Namespace) -> None:
@@ -189,16 +214,33 @@ def print_overlap(args: argparse.Namespace) -> None:
     inner_steps = 64
     shared = {"transport": args.transport, "inner_steps": inner_steps, "codec": args.codecs[0]}
     # A round must land before the next one is launched.
-    delays = [(count, delay) for count in args.fragments for delay in args.delays if delay <= inner_steps // count]
-    blocking = PlannedRun(args.links[0], num_islands, build_task(args.params, 1.0, num_islands, **shared))
+    delays = [
+        (count, delay)
+        for count in args.fragments
+        for delay in args.delays
+        if delay <= inner_steps // count
+    ]
+    blocking = PlannedRun(
+        args.links[0], num_islands, build_task(args.params, 1.0, num_islands, **shared)
+    )
     predicted = predict(blocking.case)
-    step_seconds = (predicted.total_seconds - predicted.compute_seconds) / BLOCKING_SHARE / inner_steps
+    step_seconds = (
+        (predicted.total_seconds - predicted.compute_seconds) / BLOCKING_SHARE / inner_steps
+    )
     settings = [{}, *({"fragments": fragments, "delay": delay} for fragments, delay in delays)]
-    tasks = [build_task(args.params, step_seconds, num_islands, **shared, **setting) for setting in settings]
+    tasks = [
+        build_task(args.params, step_seconds, num_islands, **shared, **setting)
+        for setting in settings
+    ]
     if args.computing:
         tasks = [replace(task, products=count_products(step_seconds)) for task in tasks]
     print(f"{inner_steps} inner steps of {step_seconds * 1e3:.0f} ms\n{HEADER}")
-    rows = measure_rows([with_duration(PlannedRun(args.links[0], num_islands, task), args.seconds) for task in tasks])
+    rows = measure_rows(
+        [
+            with_duration(PlannedRun(args.links[0], num_islands, task), args.seconds)
+            for task in tasks
+        ]
+    )
     # Time beyond the inner steps' time, relative to it.
     costs = [1 / row.utilisation - 1 for row in rows]
     print(f"a blocking round costs {costs[0]:.1%} of its inner steps' time")
@@ -215,7 +257,7 @@ def print_overlap(args: argparse.Namespace) -> None:
         )
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 def print_wire_bytes(args: argparse.Namespace) -> None:
@@ -223,12 +265,18 @@ def print_wire_bytes(args: argparse.Namespace) -> None:
 
     The last column is the payload in bits per parameter and peer.
     """
-    print(f"{'codec':<9}{'payload':>12}{'gloo':>9}{'frames':>10}{'acks':>9}{'messages':>10}{'sum':>12}", end="")
+    print(
+        f"{'codec':<9}{'payload':>12}{'gloo':>9}{'frames':>10}{'acks':>9}{'messages':>10}{'sum':>12}",
+        end="",
+    )
     print(f"{'measured':>12}{'ratio':>7}{'bits a peer':>13}")
     for num_islands in args.islands:
         shared = {"transport": "gloo", "inner_steps": 1, "rounds": WARM_CYCLES + 4}
         tasks = [build_task(args.params, 0.5, num_islands, **NEXT_TO_NOTHING, **shared)]
-        tasks += [build_task(args.params, 0.5, num_islands, codec=codec, **shared) for codec in args.wire_codecs]
+        tasks += [
+            build_task(args.params, 0.5, num_islands, codec=codec, **shared)
+            for codec in args.wire_codecs
+        ]
         runs = [PlannedRun(args.links[0], num_islands, task) for task in tasks]
         with closing(run_all(runs, counts_wire=True)) as results:
             messages = sent_bytes_per_round(next(results)) - sum(wire_byte_terms(runs[0]))
@@ -238,7 +286,10 @@ def print_wire_bytes(args: argparse.Namespace) -> None:
 
 def sent_bytes_per_round(found: list[list[Event]]) -> float:
     """Return an island's bytes on its link per round: the islands' mean of medians over rounds."""
-    return mean(median(b["wire"] - a["wire"] for a, b in pairwise(events[WARM_CYCLES - 1 :])) for events in found)
+    return mean(
+        median(b["wire"] - a["wire"] for a, b in pairwise(events[WARM_CYCLES - 1 :]))
+        for events in found
+    )
 
 
 def wire_byte_terms(run: PlannedRun) -> tuple[float, float, float, float]:
@@ -252,7 +303,9 @@ def wire_byte_terms(run: PlannedRun) -> tuple[float, float, float, float]:
     specs = run.case.specs
     space = build_space(specs, outer)
     payload_bytes = sum(fragment.sent_bytes for fragment in round_bytes(outer, specs, islands))
-    payloads = sum((islands - 1) * (1 if codecs.gathers(part) else 2 / islands) for part in space.parts)
+    payloads = sum(
+        (islands - 1) * (1 if codecs.gathers(part) else 2 / islands) for part in space.parts
+    )
     gloo = 3 * PREAMBLE_BYTES * payloads
     frames = 2 * payloads + (payload_bytes + payloads * PREAMBLE_BYTES) / SEGMENT_BYTES
     return payload_bytes, gloo, frames * HEADER_BYTES, payload_bytes / ACK_BYTES * HEADER_BYTES
@@ -262,7 +315,10 @@ def format_wire_row(run: PlannedRun, messages: float, measured: float) -> str:
     """Format the row of one codec."""
     payload, gloo, frames, acks = wire_byte_terms(run)
     total = payload + gloo + frames + acks + messages
-    num_params = sum(fragment.num_elements for fragment in round_bytes(run.config, run.case.specs, run.num_islands))
+    num_params = sum(
+        fragment.num_elements
+        for fragment in round_bytes(run.config, run.case.specs, run.num_islands)
+    )
     return (
         f"{run.config.codec:<9}{payload:>12.0f}{gloo:>9.0f}{frames:>10.0f}{acks:>9.0f}{messages:>10.0f}{total:>12.0f}"
         f"{measured:>12.0f}{measured / total:>7.3f}"
@@ -272,7 +328,9 @@ def format_wire_row(run: PlannedRun, messages: float, measured: float) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--links", nargs="+", default=["50mbit", "100mbit", "1gbit"])
     parser.add_argument("--islands", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--codecs", nargs="+", default=["int8", "int4"])
@@ -281,13 +339,24 @@ def main() -> None:
     parser.add_argument("--params", type=lambda text: int(float(text)), default=10_000_000)
     parser.add_argument("--step-seconds", type=float, default=0.05)
     parser.add_argument(
-        "--seconds", type=float, default=12.0, help="approximate duration of the measurement of each row"
+        "--seconds",
+        type=float,
+        default=12.0,
+        help="approximate duration of the measurement of each row",
     )
     parser.add_argument("--transport", choices=["gloo", "tls", "hivemind"], default="gloo")
     parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("--computing", action="store_true", help="with --overlap: inner steps compute matrix products")
     parser.add_argument(
-        "--fragments", nargs="+", type=int, default=[1, 4], help="with --overlap: values of outer.fragments"
+        "--computing",
+        action="store_true",
+        help="with --overlap: inner steps compute matrix products",
+    )
+    parser.add_argument(
+        "--fragments",
+        nargs="+",
+        type=int,
+        default=[1, 4],
+        help="with --overlap: values of outer.fragments",
     )
     parser.add_argument(
         "--delays",
@@ -298,7 +367,9 @@ def main() -> None:
     )
     parser.add_argument("--wire", action="store_true")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; every process and namespace has been removed"))
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("stopped; every process and namespace has been removed")
+    )
     started_at = time.monotonic()
     if args.overlap:
         print_overlap(args)
@@ -306,7 +377,10 @@ def main() -> None:
         print_wire_bytes(args)
     else:
         print_grid(args)
-    print(f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the islands share")
+    print(
+        f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the islands "
+        "share"
+    )
 
 
 if __name__ == "__main__":

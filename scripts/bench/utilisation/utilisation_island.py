@@ -76,14 +76,18 @@ class TimedIslandSpec:
     port: str
     bootstrap: str
     counts_wire: bool
-    """Whether each round's line includes the bytes sent on the link, which takes some milliseconds to read."""
+    """Whether each round's line includes the bytes sent on the link, which takes some milliseconds
+    to read.
+    """
     tasks: list[dict[str, Any]]
 
 
 class IslandLoop:
     """The training loop of one task, in the order of diloco/island.py."""
 
-    def __init__(self, task: Task, number: int, outer: OuterLoop, params: FakeParams, place: Namespace | None) -> None:
+    def __init__(
+        self, task: Task, number: int, outer: OuterLoop, params: FakeParams, place: Namespace | None
+    ) -> None:
         self._task = task
         self._number = number
         self._outer = outer

@@ -52,7 +52,12 @@ class PlannedRun:
         """The run as the planner's input. The islands share this machine's cores."""
         specs = tuple(ParamSpec(name, shape) for name, shape in self.task.shapes.items())
         share = max(1.0, self.num_islands / (os.cpu_count() or 1))
-        speed = HostSpeed(**{name: seconds * share for name, seconds in vars(measure_host_speed(self.config)).items()})
+        speed = HostSpeed(
+            **{
+                name: seconds * share
+                for name, seconds in vars(measure_host_speed(self.config)).items()
+            }
+        )
         link = planning.LinkSpeed(self.link.rate, self.link.rtt)
         return Case(
             outer=self.config,
@@ -66,7 +71,9 @@ class PlannedRun:
 
 def build_task(num_params: int, step_seconds: float, num_islands: int, **outer: Any) -> Task:
     """Build a task with these settings of the outer loop and defaults for all others."""
-    config = OuterConfig.model_validate({"start_islands": num_islands, "fragment_pattern": "balanced"} | outer)
+    config = OuterConfig.model_validate(
+        {"start_islands": num_islands, "fragment_pattern": "balanced"} | outer
+    )
     return Task(config.model_dump(), num_params, step_seconds)
 
 
@@ -77,8 +84,12 @@ def with_duration(run: PlannedRun, seconds: float) -> PlannedRun:
     return replace(run, task=replace(run.task, outer=run.task.outer | {"rounds": rounds}))
 
 
-def run_all(runs: Sequence[PlannedRun], *, counts_wire: bool = False) -> Generator[list[list[Event]], None, None]:
-    """Run all runs, which share link and number of islands, and yield for each the events of every island."""
+def run_all(
+    runs: Sequence[PlannedRun], *, counts_wire: bool = False
+) -> Generator[list[list[Event]], None, None]:
+    """Run all runs, which share link and number of islands, and yield for each the events of every
+    island.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
         _start_islands(runs, Path(name), counts_wire) as children,
@@ -91,38 +102,63 @@ def run_all(runs: Sequence[PlannedRun], *, counts_wire: bool = False) -> Generat
                 found = [_read_events(child, number) for child in islands]
                 failed = [child for child in children if child.exit_code]
                 if failed or time.monotonic() > deadline:
-                    raise BenchError("\n".join(f"{child.name}:\n{child.log_tail()}" for child in failed or children))
+                    raise BenchError(
+                        "\n".join(
+                            f"{child.name}:\n{child.log_tail()}" for child in failed or children
+                        )
+                    )
                 time.sleep(0.2)
             _check_events(found, run)
             yield found
 
 
 @contextmanager
-def _start_islands(runs: Sequence[PlannedRun], folder: Path, counts_wire: bool) -> Iterator[list[Child]]:
+def _start_islands(
+    runs: Sequence[PlannedRun], folder: Path, counts_wire: bool
+) -> Iterator[list[Child]]:
     """Start the islands' processes and the bootstrap process, which comes last."""
     first = runs[0]
     with open_linked_namespaces(first.num_islands + 1, first.link) as (*namespaces, meeting):
         started: list[Child] = []
         try:
             rendezvous = first.config.network.rendezvous
-            words = ["-m", "diloco", "bootstrap", "--rendezvous", rendezvous, "--host", meeting.host]
-            child = start("bootstrap", meeting.command(sys.executable, *words), folder / "bootstrap.txt")
+            words = [
+                "-m",
+                "diloco",
+                "bootstrap",
+                "--rendezvous",
+                rendezvous,
+                "--host",
+                meeting.host,
+            ]
+            child = start(
+                "bootstrap", meeting.command(sys.executable, *words), folder / "bootstrap.txt"
+            )
             started.append(child)
             address = _read_address(child)
             for index, place in enumerate(namespaces):
-                started.insert(index, _start_island(runs, index, place, address, folder, counts_wire))
+                started.insert(
+                    index, _start_island(runs, index, place, address, folder, counts_wire)
+                )
             yield started
         finally:
             stop(started)
 
 
 def _start_island(
-    runs: Sequence[PlannedRun], index: int, place: Namespace, address: str, folder: Path, counts_wire: bool
+    runs: Sequence[PlannedRun],
+    index: int,
+    place: Namespace,
+    address: str,
+    folder: Path,
+    counts_wire: bool,
 ) -> Child:
     tasks = [asdict(run.task) for run in runs]
     seat = TimedIslandSpec(index, place.name, place.host, place.port, address, counts_wire, tasks)
     words = ["-m", "scripts.bench.utilisation.utilisation_island", json.dumps(asdict(seat))]
-    return start(f"island-{index}", place.command(sys.executable, *words), folder / f"island-{index}.txt")
+    return start(
+        f"island-{index}", place.command(sys.executable, *words), folder / f"island-{index}.txt"
+    )
 
 
 def _read_address(bootstrap: Child) -> str:
@@ -137,7 +173,9 @@ def _read_address(bootstrap: Child) -> str:
 
 def _read_events(island: Child, number: int) -> list[Event]:
     lines = island.log.read_text().splitlines(keepends=True)
-    events = [json.loads(line) for line in lines if line.startswith('{"task"') and line.endswith("}\n")]
+    events = [
+        json.loads(line) for line in lines if line.startswith('{"task"') and line.endswith("}\n")
+    ]
     return [event for event in events if event["task"] == number]
 
 

@@ -1,20 +1,23 @@
-"""Wall clock to a fixed held-out loss on slow links: data-parallel training, rare averaging, and few bits.
+"""Wall clock to a fixed held-out loss on slow links: data-parallel training, rare averaging, and
+few bits.
 
     python -m scripts.bench.wallclock.wallclock [--rows data-parallel,averaging] [--seeds 0,1]
         [--loss 2.35]
         [--plot FILE.png]
     python -m scripts.bench.wallclock.wallclock --torchft-python PATH --seeds 0,1,2,3,4 \\
-        --rows data-parallel,torchft,torchft-streaming,averaging,averaging-int4,streaming-fp32,streaming
+        --rows
+        data-parallel,torchft,torchft-streaming,averaging,averaging-int4,streaming-fp32,streaming
 
-Four machines, each a network namespace with a link of its own (needs root), train the quickstart's model on its text:
-either data-parallel, with gradients that gloo all-reduces over the links in every step, or as four islands of one rank.
-The rivals are torch's DistributedDataParallel and, where --torchft-python has it, torchft's DiLoCo; their loop is
-wallclock_machine.py. All rows train on 4 x 1024 tokens per step with the same seed, learning rates and held-out
-text, and are evaluated after the same steps. Islands and ranks share this machine's cores for all of their work. The
-clock runs from the first inner step and counts everything after it.
+Four machines, each a network namespace with a link of its own (needs root), train the quickstart's
+model on its text: either data-parallel, with gradients that gloo all-reduces over the links in
+every step, or as four islands of one rank. The rivals are torch's DistributedDataParallel and,
+where --torchft-python has it, torchft's DiLoCo; their loop is wallclock_machine.py. All rows train
+on 4 x 1024 tokens per step with the same seed, learning rates and held-out text, and are evaluated
+after the same steps. Islands and ranks share this machine's cores for all of their work. The clock
+runs from the first inner step and counts everything after it.
 
-A loss is reached where the line between two measurements crosses it. The rows share a schedule, so the lowest loss that
-all of them reach is the final loss of the method that is slowest per token.
+A loss is reached where the line between two measurements crosses it. The rows share a schedule, so
+the lowest loss that all of them reach is the final loss of the method that is slowest per token.
 
 Results are appended to FOLDER/results.jsonl, and runs found there are not repeated.
 """
@@ -29,7 +32,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from scripts.bench.arguments import PLAIN, add_torchft_python, choices, require_torchft, whole_numbers
+from scripts.bench.arguments import (
+    PLAIN,
+    add_torchft_python,
+    choices,
+    require_torchft,
+    whole_numbers,
+)
 from scripts.bench.results import Results
 from scripts.bench.wallclock.wallclock_runs import (
     WallclockResult,
@@ -69,9 +78,15 @@ class Method:
 
 ROWS = {
     # Of the config, it uses only the model, the text, the inner optimizer and the number of steps.
-    DATA_PARALLEL: Method("data-parallel, AdamW, torch's DDP", "fedavg", is_data_parallel=True, rival="ddp"),
-    "data-parallel-ours": Method("data-parallel, AdamW, our trainer", "fedavg", is_data_parallel=True),
-    "data-parallel-muon": Method("data-parallel, Muon, our trainer", "muloco", is_data_parallel=True),
+    DATA_PARALLEL: Method(
+        "data-parallel, AdamW, torch's DDP", "fedavg", is_data_parallel=True, rival="ddp"
+    ),
+    "data-parallel-ours": Method(
+        "data-parallel, AdamW, our trainer", "fedavg", is_data_parallel=True
+    ),
+    "data-parallel-muon": Method(
+        "data-parallel, Muon, our trainer", "muloco", is_data_parallel=True
+    ),
     TORCHFT: Method("torchft, plain averaging every 10 steps, fp32", "fedavg", rival="torchft"),
     "torchft-streaming": Method(
         "torchft streaming, plain averaging, 5 fragments, delay 1, fp32",
@@ -80,17 +95,25 @@ ROWS = {
         rival="torchft-streaming",
     ),
     "averaging": Method("plain averaging every 10 steps, fp32", "fedavg"),
-    "averaging-int4": Method("plain averaging every 10 steps, int4", "fedavg", ("outer.codec=int4",)),
+    "averaging-int4": Method(
+        "plain averaging every 10 steps, int4", "fedavg", ("outer.codec=int4",)
+    ),
     "streaming-fp32": Method(
-        "streaming, plain averaging, 5 fragments, delay 1, fp32", "streaming-diloco", (PLAIN, "outer.codec=fp32")
+        "streaming, plain averaging, 5 fragments, delay 1, fp32",
+        "streaming-diloco",
+        (PLAIN, "outer.codec=fp32"),
     ),
     "streaming": Method(
-        "streaming, plain averaging, 5 fragments, delay 1, int4", "streaming-diloco", (PLAIN, "outer.codec=int4")
+        "streaming, plain averaging, 5 fragments, delay 1, int4",
+        "streaming-diloco",
+        (PLAIN, "outer.codec=int4"),
     ),
     "diloco": Method("DiLoCo, Nesterov 0.7 / 0.9, bf16", "diloco"),
     "int4": Method("plain averaging every 5 steps, int4", "fedavg", ("outer.codec=int4",), 5),
     "int4-often": Method("plain averaging every 2 steps, int4", "fedavg", ("outer.codec=int4",), 2),
-    "muloco": Method("MuLoCo, plain averaging every 10 steps, 2 bits with feedback", "muloco", (PLAIN,)),
+    "muloco": Method(
+        "MuLoCo, plain averaging every 10 steps, 2 bits with feedback", "muloco", (PLAIN,)
+    ),
     "sparseloco": Method("SparseLoCo, 64 of 4096 elements in 2 bits", "sparseloco"),
 }
 DEFAULT_ROWS = [DATA_PARALLEL, "data-parallel-muon", "averaging", "muloco"]
@@ -100,7 +123,9 @@ def main() -> None:
     """Run what is missing and print the table."""
     args = _arguments()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit("stopped; every process and namespace has been removed"))
+        signal.signal(
+            number, lambda *_: sys.exit("stopped; every process and namespace has been removed")
+        )
     started_at = time.monotonic()
     results = Results(args.out, WallclockResult)
     wanted = [build_run(name, seed, args) for seed in args.seeds for name in args.rows]
@@ -118,7 +143,10 @@ def main() -> None:
     settings = {(run.row, run.settings) for run in wanted}
     found = [result for result in results.read() if (result.row, result.settings) in settings]
     print_table(found, args)
-    print(f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the machines share")
+    print(
+        f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the "
+        "machines share"
+    )
     if args.plot is not None:
         draw_plot(found, args)
 
@@ -131,23 +159,38 @@ def make_run(run: WallclockRun, torchft_python: str) -> WallclockResult | None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default_rows = ",".join(DEFAULT_ROWS)
     rows = f"comma-separated, of {', '.join(ROWS)}; default: {default_rows}"
     parser.add_argument("--rows", type=choices(tuple(ROWS)), default=DEFAULT_ROWS, help=rows)
     seeds = "comma-separated; default: 0"
     parser.add_argument("--seeds", type=whole_numbers, default=[0], help=seeds)
     parser.add_argument(
-        "--loss", type=float, default=2.35, help="held-out loss to reach, nats per token; default: 2.35"
+        "--loss",
+        type=float,
+        default=2.35,
+        help="held-out loss to reach, nats per token; default: 2.35",
     )
-    parser.add_argument("--rounds", type=int, default=20, help=f"units of {STEPS} inner steps; default: 20")
     parser.add_argument(
-        "--link", default="100mbit", help="link of each machine, as in `diloco simulate --link`; default: 100mbit"
+        "--rounds", type=int, default=20, help=f"units of {STEPS} inner steps; default: 20"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/wallclock"), help="FOLDER; default: runs/wallclock")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot of held-out loss against seconds")
+    parser.add_argument(
+        "--link",
+        default="100mbit",
+        help="link of each machine, as in `diloco simulate --link`; default: 100mbit",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/wallclock"), help="FOLDER; default: runs/wallclock"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="plot of held-out loss against seconds"
+    )
     add_torchft_python(parser)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides for every row")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="overrides for every row"
+    )
     args = parser.parse_args()
     if any(ROWS[name].rival.startswith(TORCHFT) for name in args.rows):
         require_torchft(parser, args.torchft_python)
@@ -159,18 +202,34 @@ def build_run(name: str, seed: int, args: argparse.Namespace) -> WallclockRun:
     row = ROWS[name]
     often = STEPS // row.inner_steps
     size = f"outer.inner_steps={row.inner_steps}", f"outer.rounds={args.rounds * often}"
-    changes = f"seed={seed}", *size, f"evaluate.every_rounds={2 * often}", *SHARED, *row.changes, *args.overrides
-    return WallclockRun(name, seed, args.link, (f"configs/methods/{row.config}.yaml", *changes), row.rival)
+    changes = (
+        f"seed={seed}",
+        *size,
+        f"evaluate.every_rounds={2 * often}",
+        *SHARED,
+        *row.changes,
+        *args.overrides,
+    )
+    return WallclockRun(
+        name, seed, args.link, (f"configs/methods/{row.config}.yaml", *changes), row.rival
+    )
 
 
-# -- table -------------------------------------------------------------------------------------------------------
+# -- table -----------------------------------------------------------------------------------------
 
 
 def print_table(results: Sequence[WallclockResult], args: argparse.Namespace) -> None:
     """Print a line for each row, with medians over the seeds."""
-    compute = min((r.step_seconds for r in results if not ROWS[r.row].is_data_parallel), default=None)
-    rivals = [median_seconds([r for r in results if r.row == name], args.loss) for name in (DATA_PARALLEL, TORCHFT)]
-    columns = f"{'x DDP':>8}{'x torchft':>10}{'last loss':>11}{'step s':>8}{'network':>9}{'MB sent':>9}"
+    compute = min(
+        (r.step_seconds for r in results if not ROWS[r.row].is_data_parallel), default=None
+    )
+    rivals = [
+        median_seconds([r for r in results if r.row == name], args.loss)
+        for name in (DATA_PARALLEL, TORCHFT)
+    ]
+    columns = (
+        f"{'x DDP':>8}{'x torchft':>10}{'last loss':>11}{'step s':>8}{'network':>9}{'MB sent':>9}"
+    )
     print(f"{'':<47}{f's to {args.loss:g}':>11}{columns}")
     for name in args.rows:
         found = [result for result in results if result.row == name]
@@ -191,7 +250,8 @@ def print_table(results: Sequence[WallclockResult], args: argparse.Namespace) ->
             print(f"    {'never' if seconds is None else f'{seconds:.1f} s'}: seed {result.seed}")
     print("x DDP, x torchft: how many times faster than these rows the loss is reached")
     print(
-        "network: share of the run's time that was neither compute nor evaluation; MB sent: by a machine in the whole"
+        "network: share of the run's time that was neither compute nor evaluation; MB sent: by a "
+        "machine in the whole"
     )
     print(f"run, on the wire. Load before each run: {' '.join(f'{r.load:.1f}' for r in results)}")
 
@@ -217,11 +277,13 @@ def network_share(result: WallclockResult, compute: float | None) -> float | Non
     return max(result.step_seconds - compute, 0.0) * result.num_steps / result.curve[-1][0]
 
 
-# -- plot --------------------------------------------------------------------------------------------------------
+# -- plot ------------------------------------------------------------------------------------------
 
 
 def draw_plot(results: Sequence[WallclockResult], args: argparse.Namespace) -> None:
-    """Plot held-out loss against seconds, one line per run, with a mark where it reaches the loss."""
+    """Plot held-out loss against seconds, one line per run, with a mark where it reaches the
+    loss.
+    """
     from diloco.report.style import INK, ISLAND_COLORS, REFERENCE, new_axes, plot_style, save
 
     others = [name for name in args.rows if name != DATA_PARALLEL]
@@ -235,12 +297,25 @@ def draw_plot(results: Sequence[WallclockResult], args: argparse.Namespace) -> N
             seconds = median_seconds(found, args.loss)
             label = f"{ROWS[name].label}: {'never' if seconds is None else f'{seconds:.0f} s'}"
             for result in found:
-                axes.plot(*zip(*result.curve, strict=True), color=colors[name], linewidth=2.2, label=label)
+                axes.plot(
+                    *zip(*result.curve, strict=True), color=colors[name], linewidth=2.2, label=label
+                )
                 label = "_another seed"
                 if (at := seconds_to(result.curve, args.loss)) is not None:
-                    axes.plot([at], [args.loss], marker="o", markersize=8, color=colors[name], clip_on=False)
+                    axes.plot(
+                        [at],
+                        [args.loss],
+                        marker="o",
+                        markersize=8,
+                        color=colors[name],
+                        clip_on=False,
+                    )
         axes.set_xlim(left=0)
-        axes.legend(title=f"wall clock to a loss of {args.loss:g} (dotted)", loc="upper right", alignment="left")
+        axes.legend(
+            title=f"wall clock to a loss of {args.loss:g} (dotted)",
+            loc="upper right",
+            alignment="left",
+        )
         save(figure, args.plot)
 
 

@@ -1,4 +1,5 @@
-"""One machine of a rival in scripts/bench/wallclock/wallclock.py: a plain loop on a run's model and text.
+"""One machine of a rival in scripts/bench/wallclock/wallclock.py: a plain loop on a run's model and
+text.
 
     python -m scripts.bench.wallclock.wallclock_machine ddp|torchft|torchft-streaming CONFIG
         [section.key=value ...]
@@ -133,9 +134,14 @@ def evaluate_if_due(machine: Machine, rival: Rival, num_steps: int, metrics: Met
         return
     rank, count = (machine.rank, machine.count) if rival.is_data_parallel else (0, 1)
     size = machine.island.micro_batch
-    windows = heldout_windows(machine.corpus, run.data.seq_len, run.evaluate.tokens, rank, count, size)
+    windows = heldout_windows(
+        machine.corpus, run.data.seq_len, run.evaluate.tokens, rank, count, size
+    )
     with rival.global_params():
-        sums = torch.tensor(summed_loss(machine.model, windows, run.data.seq_len, eos_of(machine)), dtype=torch.float64)
+        sums = torch.tensor(
+            summed_loss(machine.model, windows, run.data.seq_len, eos_of(machine)),
+            dtype=torch.float64,
+        )
     if rival.is_data_parallel:
         dist.all_reduce(sums)
     loss, tokens = sums.tolist()

@@ -50,8 +50,12 @@ class Machine:
 
         With one reader, that is one island with the tokens of all machines.
         """
-        num_sequences = self.run.optimizer.tokens_per_step * self.count // num_readers // self.run.data.seq_len
-        return IslandBatches(self.corpus, self.run.data.seq_len, self.run.seed, num_readers, num_sequences)
+        num_sequences = (
+            self.run.optimizer.tokens_per_step * self.count // num_readers // self.run.data.seq_len
+        )
+        return IslandBatches(
+            self.corpus, self.run.data.seq_len, self.run.seed, num_readers, num_sequences
+        )
 
     def _note_step(self, *_: object) -> None:
         self.stepped_at = time.time()
@@ -95,7 +99,9 @@ def build_fragments(model: nn.Module) -> list[nn.Module]:
 
 
 class GlobalParams:
-    """The params that all islands have: each parameter's value after the last outer step that changed it."""
+    """The params that all islands have: each parameter's value after the last outer step that
+    changed it.
+    """
 
     def __init__(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         self._values = {param: param.detach().clone() for param in model.parameters()}

@@ -25,19 +25,25 @@ LOG_LINES = 30
 POLL_SECONDS = 0.1
 GLOO_ENV = {"GLOO_SOCKET_IFNAME": "eth0"}
 StartMachine = Callable[[Sequence[Namespace], int, Sequence[str], Path], Child]
-"""(namespaces of all machines, number of this one, config and overrides, folder of the run) -> its process."""
+"""(namespaces of all machines, number of this one, config and overrides, folder of the run) -> its
+process.
+"""
 
 
 @dataclass(frozen=True)
 class WallclockRun:
-    """A run to make. `arguments` are config and overrides, as on the command line of `diloco simulate`."""
+    """A run to make. `arguments` are config and overrides, as on the command line of `diloco
+    simulate`.
+    """
 
     row: str
     seed: int
     link: str
     arguments: tuple[str, ...]
     rival: str = ""
-    """The kind of rival, for scripts/bench/wallclock/wallclock_machine.py; "" for our own training."""
+    """The kind of rival, for scripts/bench/wallclock/wallclock_machine.py; "" for our own
+    training.
+    """
 
     @property
     def settings(self) -> str:
@@ -56,11 +62,15 @@ class WallclockResult:
     """(seconds until the last machine had measured a held-out loss, the loss)."""
     num_steps: int
     step_seconds: float
-    """Median of the inner steps. For data-parallel training it includes the all-reduce of gradients."""
+    """Median of the inner steps. For data-parallel training it includes the all-reduce of
+    gradients.
+    """
     stalled_seconds: float
     """Total time in which rounds stalled inner steps, averaged over the machines."""
     sent_bytes: float
-    """Bytes that a machine sent on its link in the whole run, with headers, averaged over the machines."""
+    """Bytes that a machine sent on its link in the whole run, with headers, averaged over the
+    machines.
+    """
     load: float
     """The system's load average before the run."""
 
@@ -70,28 +80,37 @@ def run_islands(run: WallclockRun) -> WallclockResult | None:
     load = os.getloadavg()[0]
     with TemporaryDirectory(prefix="wallclock-") as folder:
         run_dir = run_simulation_in(
-            Path(folder), ["--islands", str(MACHINES), "--ranks", "1", "--link", run.link, *run.arguments]
+            Path(folder),
+            ["--islands", str(MACHINES), "--ranks", "1", "--link", run.link, *run.arguments],
         )
         if run_dir is None:
             return None
         facts = read_facts(run_dir)
-        assert facts is not None and facts.wire_bytes_sent is not None, "simulate counts the bytes of the links"
+        assert facts is not None and facts.wire_bytes_sent is not None, (
+            "simulate counts the bytes of the links"
+        )
         sent = mean(facts.wire_bytes_sent.values())
         return build_result(run, read_run(run_dir).islands, sent, load)
 
 
 def run_data_parallel(run: WallclockRun) -> WallclockResult | None:
-    """Run one island of four ranks, each on its own link. On failure, print the last lines and return None."""
+    """Run one island of four ranks, each on its own link. On failure, print the last lines and
+    return None.
+    """
     return run_machines(run, start_rank)
 
 
 def run_rival(run: WallclockRun, python: str) -> WallclockResult | None:
-    """Run a rival, which this Python can import, on four machines. On failure, print the last lines and return None."""
+    """Run a rival, which this Python can import, on four machines. On failure, print the last lines
+    and return None.
+    """
     return run_machines(run, partial(start_rival, run.rival, python))
 
 
 def run_machines(run: WallclockRun, start_one: StartMachine) -> WallclockResult | None:
-    """Run four machines that `start_one` starts. On failure, print the last lines and return None."""
+    """Run four machines that `start_one` starts. On failure, print the last lines and return
+    None.
+    """
     load = os.getloadavg()[0]
     with (
         TemporaryDirectory(prefix="wallclock-") as name,
@@ -103,39 +122,73 @@ def run_machines(run: WallclockRun, start_one: StartMachine) -> WallclockResult 
             for number in range(MACHINES):
                 ranks.append(start_one(namespaces, number, run.arguments, folder))
             if not wait_for_ranks(ranks):
-                print(*(f"{rank.name}:\n{rank.log_tail(LOG_LINES)}" for rank in ranks), sep="\n", file=sys.stderr)
+                print(
+                    *(f"{rank.name}:\n{rank.log_tail(LOG_LINES)}" for rank in ranks),
+                    sep="\n",
+                    file=sys.stderr,
+                )
                 return None
         finally:
             stop(ranks)
         sent = mean(sent_bytes(namespace) for namespace in namespaces)
         baseline = folder / "run" / BASELINE
-        machines = [read_island(baseline)] if baseline.exists() else read_run(folder / "run").islands
+        machines = (
+            [read_island(baseline)] if baseline.exists() else read_run(folder / "run").islands
+        )
         return build_result(run, machines, sent, load)
 
 
-def start_rank(namespaces: Sequence[Namespace], number: int, arguments: Sequence[str], folder: Path) -> Child:
+def start_rank(
+    namespaces: Sequence[Namespace], number: int, arguments: Sequence[str], folder: Path
+) -> Child:
     """Start torchrun for one data-parallel rank in its namespace, as on a machine of its own."""
     nodes = ["--nnodes", str(MACHINES), "--node-rank", str(number), "--nproc-per-node", "1"]
     meeting = ["--master-addr", namespaces[0].host, "--master-port", str(PORT)]
-    own = ["name=run", f"island.run_dir={folder}", REPLICAS, "--islands", str(MACHINES), "--ranks", str(MACHINES)]
-    command = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting, "-m", "diloco", "baseline"]
+    own = [
+        "name=run",
+        f"island.run_dir={folder}",
+        REPLICAS,
+        "--islands",
+        str(MACHINES),
+        "--ranks",
+        str(MACHINES),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *nodes,
+        *meeting,
+        "-m",
+        "diloco",
+        "baseline",
+    ]
     inside = namespaces[number].command(*command, *arguments, *own)
     return start(f"rank {number}", inside, folder / f"rank-{number}.txt", GLOO_ENV)
 
 
 def start_rival(
-    kind: str, python: str, namespaces: Sequence[Namespace], number: int, arguments: Sequence[str], folder: Path
+    kind: str,
+    python: str,
+    namespaces: Sequence[Namespace],
+    number: int,
+    arguments: Sequence[str],
+    folder: Path,
 ) -> Child:
     """Start one machine of a rival in its namespace."""
     env = {"RANK": str(number), "WORLD_SIZE": str(MACHINES), "HOST": namespaces[number].host}
     env |= {"MASTER_ADDR": namespaces[0].host, "MASTER_PORT": str(PORT)}
     words = [kind, *arguments, "name=run", f"island.run_dir={folder}"]
-    inside = namespaces[number].command(python, "-m", "scripts.bench.wallclock.wallclock_machine", *words)
+    inside = namespaces[number].command(
+        python, "-m", "scripts.bench.wallclock.wallclock_machine", *words
+    )
     return start(f"machine {number}", inside, folder / f"machine-{number}.txt", GLOO_ENV | env)
 
 
 def wait_for_ranks(ranks: Sequence[Child]) -> bool:
-    """Wait for all ranks. Returns whether all end in time with status 0; returns early when one fails."""
+    """Wait for all ranks. Returns whether all end in time with status 0; returns early when one
+    fails.
+    """
     deadline = time.monotonic() + RUN_SECONDS
     while time.monotonic() < deadline and any(rank.exit_code is None for rank in ranks):
         if any(rank.exit_code for rank in ranks):
@@ -144,7 +197,9 @@ def wait_for_ranks(ranks: Sequence[Child]) -> bool:
     return all(rank.exit_code == 0 for rank in ranks)
 
 
-def build_result(run: WallclockRun, machines: Sequence[IslandRecords], sent: float, load: float) -> WallclockResult:
+def build_result(
+    run: WallclockRun, machines: Sequence[IslandRecords], sent: float, load: float
+) -> WallclockResult:
     """Build the result from the machines' records."""
     steps = [step for machine in machines for step in machine.steps]
     begun_at = min(step.time - step.seconds for step in steps)

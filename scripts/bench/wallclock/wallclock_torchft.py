@@ -19,18 +19,33 @@ from scripts.bench.wallclock.wallclock_rivals import GlobalParams, Machine, Riva
 
 @contextmanager
 def open_torchft(machine: Machine, *, is_streaming: bool) -> Iterator[Rival]:
-    """Start this machine's island, and on the first machine also the lighthouse; wait for the other machines."""
+    """Start this machine's island, and on the first machine also the lighthouse; wait for the other
+    machines.
+    """
     outer = machine.run.outer
     host = os.environ["MASTER_ADDR"]
     lighthouse = start_lighthouse(machine.count) if machine.rank == 0 else None
     manager, store = open_manager(machine.rank, machine.count, os.environ["HOST"], host)
     fragments = build_fragments(machine.model) if is_streaming else [machine.model]
-    settings = {"lr": outer.optimizer.lr, "momentum": outer.optimizer.momentum, "nesterov": outer.optimizer.nesterov}
+    settings = {
+        "lr": outer.optimizer.lr,
+        "momentum": outer.optimizer.momentum,
+        "nesterov": outer.optimizer.nesterov,
+    }
     optimizers = [SGD(fragment.parameters(), **settings) for fragment in fragments]
     shared = GlobalParams(machine.model, optimizers)
     delay = outer.delay if is_streaming else 0
-    meeting = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), machine.count, machine.rank == 0, LIMIT)
-    with DiLoCo(manager, fragments, machine.optimizer, optimizers, outer.inner_steps, fragment_sync_delay=delay):
+    meeting = dist.TCPStore(
+        host, int(os.environ["MASTER_PORT"]), machine.count, machine.rank == 0, LIMIT
+    )
+    with DiLoCo(
+        manager,
+        fragments,
+        machine.optimizer,
+        optimizers,
+        outer.inner_steps,
+        fragment_sync_delay=delay,
+    ):
         yield Rival(machine.model, global_params=shared.applied)
     manager.shutdown()
     del lighthouse, store, meeting

@@ -1,4 +1,6 @@
-"""Alerts: when the rules ask for one, and that it arrives at a command and at a receiver on loopback."""
+"""Alerts: when the rules ask for one, and that it arrives at a command and at a receiver on
+loopback.
+"""
 
 import json
 import sys
@@ -23,14 +25,20 @@ from tests.diloco.sample_records import a_round
 
 BEGIN = 1_700_000_000.0
 QUIET = AlertsConfig(
-    no_commit_minutes=None, island_away_minutes=None, disk_share=None, loss_spike=False, disagreement=False
+    no_commit_minutes=None,
+    island_away_minutes=None,
+    disk_share=None,
+    loss_spike=False,
+    disagreement=False,
 )
 ALERT = Alert(rule="loss_spike", run="test", island="island-0", text="a loss spike", time=BEGIN)
 SAVE = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.stdin.read())"
 
 
 class Receiver:
-    """An HTTP server on loopback that keeps what is posted. It refuses the first `num_refused` requests."""
+    """An HTTP server on loopback that keeps what is posted. It refuses the first `num_refused`
+    requests.
+    """
 
     def __init__(self, num_refused: int = 0) -> None:
         self.bodies: list[dict[str, object]] = []
@@ -77,10 +85,14 @@ def rules(config: AlertsConfig, folder: Path) -> tuple[Rules, RunAccount]:
     return Rules(config, account, folder, BEGIN), account
 
 
-def test_a_long_time_without_a_commit_is_told_once_and_again_after_the_next_commit(tmp_path: Path) -> None:
+def test_a_long_time_without_a_commit_is_told_once_and_again_after_the_next_commit(
+    tmp_path: Path,
+) -> None:
     found, account = rules(QUIET.model_copy(update={"no_commit_minutes": 1.0}), tmp_path)
     assert found.find(BEGIN + 50) == []
-    assert found.find(BEGIN + 70) == [("no_commit_minutes", "no round has been committed for 70.0 s")]
+    assert found.find(BEGIN + 70) == [
+        ("no_commit_minutes", "no round has been committed for 70.0 s")
+    ]
     assert found.find(BEGIN + 80) == []
     account.island("island-0").write(commit(0, 90))
     assert found.find(BEGIN + 100) == []
@@ -122,7 +134,9 @@ def test_spikes_and_disagreements_are_told_with_their_cure(tmp_path: Path, is_on
         assert f"round 1: {cause}" in texts["disagreement"]
 
 
-def test_an_alert_arrives_at_a_command_and_at_a_webhook(tmp_path: Path, receive: Callable[[int], Receiver]) -> None:
+def test_an_alert_arrives_at_a_command_and_at_a_webhook(
+    tmp_path: Path, receive: Callable[[int], Receiver]
+) -> None:
     receiver = receive(0)
     command = (sys.executable, "-c", SAVE, str(tmp_path / "alert.json"))
     assert deliver(ALERT, AlertsConfig(command=command, webhook=receiver.url))
@@ -131,7 +145,9 @@ def test_an_alert_arrives_at_a_command_and_at_a_webhook(tmp_path: Path, receive:
     assert (posted["rule"], posted["text"]) == ("loss_spike", "test: a loss spike")
 
 
-def test_a_receiver_that_fails_twice_gets_it_at_the_third_attempt(receive: Callable[[int], Receiver]) -> None:
+def test_a_receiver_that_fails_twice_gets_it_at_the_third_attempt(
+    receive: Callable[[int], Receiver],
+) -> None:
     pauses: list[float] = []
     receiver = receive(2)
     assert deliver(ALERT, AlertsConfig(webhook=receiver.url), pauses.append)
@@ -147,10 +163,14 @@ def test_one_way_that_fails_does_not_keep_the_other_from_being_used(
     assert len(receiver.bodies) == 1 and "could not be sent" in caplog.text
 
 
-def test_records_of_a_training_island_lead_to_an_alert(tmp_path: Path, receive: Callable[[int], Receiver]) -> None:
+def test_records_of_a_training_island_lead_to_an_alert(
+    tmp_path: Path, receive: Callable[[int], Receiver]
+) -> None:
     receiver = receive(0)
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.add_sink(AlertWatch(AlertsConfig(webhook=receiver.url), "test", "island-0", tmp_path, every=0.05))
+    metrics.add_sink(
+        AlertWatch(AlertsConfig(webhook=receiver.url), "test", "island-0", tmp_path, every=0.05)
+    )
     metrics.write(EventRecord(name="loss spike", text="inner step 7: loss 9", time=time.time()))
     metrics.close()
     assert [body["island"] for body in receiver.bodies] == ["island-0"]

@@ -1,6 +1,7 @@
 """A server of S3's protocol on loopback, in a process of its own.
 
-The tests' own process uses boto3, because s3fs starts a thread that stays, and islands are forked from it.
+The tests' own process uses boto3, because s3fs starts a thread that stays, and islands are forked
+from it.
 """
 
 import os
@@ -22,7 +23,9 @@ BUCKET = "mirror"
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Start the server with an empty BUCKET; while it runs, s3:// leads there. Yields the URL of the bucket."""
+    """Start the server with an empty BUCKET; while it runs, s3:// leads there. Yields the URL of
+    the bucket.
+    """
     with s3_process():
         yield f"s3://{BUCKET}"
 
@@ -33,11 +36,16 @@ def s3_process() -> "Iterator[subprocess.Popen[bytes]]":
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     # moto reads this process's environment, too: no key of a real account may be in it.
-    account = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    account = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     account |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_EC2_METADATA_DISABLED": "true"}
     with ExitStack() as stack, mock.patch.dict(os.environ, account):
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        # A file, because it writes a line for each request, and a pipe that nobody reads would stop it.
+        # A file, because it writes a line for each request, and a pipe that nobody reads would stop
+        # it.
         printed = stack.enter_context(tempfile.TemporaryFile())
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=printed)
         try:

@@ -1,4 +1,6 @@
-"""How texts begin and end, and how long they may be: in a run, in its export, and in what is generated."""
+"""How texts begin and end, and how long they may be: in a run, in its export, and in what is
+generated.
+"""
 
 import json
 from pathlib import Path
@@ -26,8 +28,13 @@ CHAT = ("data.source=files", "data.format=chat", "data.seq_len=64")
 def write_tokenizer(folder: Path, **config: object) -> Path:
     """Bytes and special tokens, with a tokenizer_config.json if there is something in it."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])
+    )
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     made.add_special_tokens([AddedToken(name) for name in NAMES])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
@@ -54,9 +61,14 @@ def export(weights: Weights, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("template, end", [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>")])
-def test_an_exported_chat_ends_with_the_end_of_a_message_that_was_learned(tmp_path: Path, template: str, end: str):
+def test_an_exported_chat_ends_with_the_end_of_a_message_that_was_learned(
+    tmp_path: Path, template: str, end: str
+):
     tokenizer = write_tokenizer(tmp_path / "t", eos_token="<|endoftext|>")
-    out = export(run_of(*CHAT, f"data.tokenizer={tokenizer}", f"data.chat_template={template}"), tmp_path / "out")
+    out = export(
+        run_of(*CHAT, f"data.tokenizer={tokenizer}", f"data.chat_template={template}"),
+        tmp_path / "out",
+    )
     for name in ("config.json", "generation_config.json"):
         assert read(out, name)["eos_token_id"] == [SPECIAL[end], SPECIAL["<|endoftext|>"]]
     assert open_weights(out).stop_ids == (SPECIAL[end], SPECIAL["<|endoftext|>"])
@@ -78,7 +90,9 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_export_keeps_bos_and_length_of_the_model_that_the_run_began_from(tmp_path: Path, base: Path):
+def test_an_export_keeps_bos_and_length_of_the_model_that_the_run_began_from(
+    tmp_path: Path, base: Path
+):
     weights = run_of(*CHAT, f"data.tokenizer={base}", init_from=str(base))
     config = read(export(weights, tmp_path / "out"), "config.json")
     assert (config["max_position_embeddings"], config["bos_token_id"]) == (131072, SPECIAL["<s>"])
@@ -92,7 +106,9 @@ def test_a_run_on_longer_sequences_than_its_beginning_is_for_those(base: Path):
 
 
 def test_an_export_without_the_folder_that_the_run_began_from_is_possible(tmp_path: Path, caplog):
-    weights = run_of(*CHAT, f"data.tokenizer={write_tokenizer(tmp_path)}", init_from=str(tmp_path / "gone"))
+    weights = run_of(
+        *CHAT, f"data.tokenizer={write_tokenizer(tmp_path)}", init_from=str(tmp_path / "gone")
+    )
     assert weights.seq_len == 64 and "config.json: cannot be read" in caplog.text
 
 
@@ -105,11 +121,19 @@ def test_an_islands_own_folder_of_the_first_weights_counts(tmp_path: Path, base:
 def test_generation_stops_where_a_message_ends(tmp_path: Path):
     weights = run_of(*CHAT, f"data.tokenizer={write_tokenizer(tmp_path)}")
     tokenizer = weights.encoder()
-    stream = iter([*map(int, tokenizer.encode("yes")), SPECIAL["<|im_end|>"], *map(int, tokenizer.encode("no"))])
+    stream = iter(
+        [
+            *map(int, tokenizer.encode("yes")),
+            SPECIAL["<|im_end|>"],
+            *map(int, tokenizer.encode("no")),
+        ]
+    )
     assert "".join(pieces_of_text(stream, tokenizer, weights.stop_ids)) == "yes"
 
 
-@pytest.mark.parametrize("pieces", [["yes<|im_end|>no"], ["yes", "<|im", "_end", "|>no"], [*"yes<|im_end|>no"]])
+@pytest.mark.parametrize(
+    "pieces", [["yes<|im_end|>no"], ["yes", "<|im", "_end", "|>no"], [*"yes<|im_end|>no"]]
+)
 def test_generation_stops_at_the_text_of_a_marker_that_is_no_token(pieces: list[str]):
     assert run_of(*CHAT, "data.tokenizer=bytes").stop_text == "<|im_end|>"
     assert "".join(until(iter(pieces), "<|im_end|>")) == "yes"
@@ -126,13 +150,19 @@ def test_generation_and_evaluation_begin_as_training_did(tmp_path: Path, bos: st
     weights = run_of(*names, *([] if bos is None else [f"data.bos={bos}"]))
     ab, end = weights.encoder().encode("ab").tolist(), SPECIAL["</s>"]
     corpus = load_text([str(tmp_path / "text.txt")], weights, None)
-    assert corpus.texts[0].heldout[:].tolist() == [*([] if bos is None else [SPECIAL[bos]]), *ab, end]
+    assert corpus.texts[0].heldout[:].tolist() == [
+        *([] if bos is None else [SPECIAL[bos]]),
+        *ab,
+        end,
+    ]
     assert weights.prompt("ab") == [SPECIAL[bos or "</s>"], *ab]
 
 
 def test_an_export_is_read_again_with_the_eos_and_bos_of_its_training(tmp_path: Path):
     tokenizer = write_tokenizer(tmp_path / "t", eos_token="<|endoftext|>", kept="yes")
-    out = export(run_of(f"data.tokenizer={tokenizer}", "data.eos=</s>", "data.bos=<s>"), tmp_path / "out")
+    out = export(
+        run_of(f"data.tokenizer={tokenizer}", "data.eos=</s>", "data.bos=<s>"), tmp_path / "out"
+    )
     told = read(out, "tokenizer_config.json")
     assert told == {"eos_token": "</s>", "kept": "yes", "bos_token": "<s>", "add_bos_token": True}
     assert open_weights(out).prompt("") == [SPECIAL["<s>"]]

@@ -24,14 +24,19 @@ NOTHING = cast(Any, None)
 
 def opened_on_a_rank(rank: int, folder: Path) -> str:
     island = IslandConfig.model_validate({"ranks": 2, "checkpoint": {"mirror": URL}})
-    with pytest.raises(InputError) as error, open_checkpoints(RunConfig(), island, folder, NOTHING, NOTHING):
+    with (
+        pytest.raises(InputError) as error,
+        open_checkpoints(RunConfig(), island, folder, NOTHING, NOTHING),
+    ):
         raise AssertionError("there is no such mirror")
     return str(error.value)
 
 
 def test_a_checkpoint_of_another_reading_order_is_told() -> None:
     run = RunConfig()
-    ours = IslandFacts({}, ResumePoint(0, NO_PROGRESS), 0, run.model_dump(mode="json"), reading_order=READING_ORDER)
+    ours = IslandFacts(
+        {}, ResumePoint(0, NO_PROGRESS), 0, run.model_dump(mode="json"), reading_order=READING_ORDER
+    )
     assert find_changes(run, ours) == []
     (change,) = find_changes(run, replace(ours, reading_order=1))
     assert "reading order" in change

@@ -1,4 +1,6 @@
-"""Copies of checkpoints at a URL: whole or not there, as many as wanted, found again on another disk."""
+"""Copies of checkpoints at a URL: whole or not there, as many as wanted, found again on another
+disk.
+"""
 
 import itertools
 import os
@@ -13,7 +15,14 @@ from fsspec.implementations.memory import MemoryFile
 
 from diloco.checkpoints.mirror import Mirror
 from inner.checkpoint import folder as disk
-from inner.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileSpec, Manifest, Unsigned, write_manifest
+from inner.checkpoint.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    FileSpec,
+    Manifest,
+    Unsigned,
+    write_manifest,
+)
 from inner.errors import InputError
 from tests.diloco.checkpoints.s3_server import s3_server
 from tests.inner.former_checkpoint import specs_of
@@ -21,14 +30,20 @@ from tests.inner.former_checkpoint import specs_of
 _numbers = itertools.count()
 ROOT = Path(__file__).parents[3]
 AT_S3 = os.environ.get("MIRROR_AT_S3")
-"""A bucket where these tests are made, in a process of its own: s3fs starts a thread that stays, and others fork."""
+"""A bucket where these tests are made, in a process of its own: s3fs starts a thread that stays,
+and others fork.
+"""
 
 
 @pytest.fixture(params=["memory", "folder"] if AT_S3 is None else ["s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if AT_S3 is not None:
         return f"{AT_S3}/run-{next(_numbers)}"
-    return f"memory://mirror-{next(_numbers)}/run" if request.param == "memory" else str(tmp_path / "other disk")
+    return (
+        f"memory://mirror-{next(_numbers)}/run"
+        if request.param == "memory"
+        else str(tmp_path / "other disk")
+    )
 
 
 @pytest.mark.skipif(AT_S3 is not None, reason="this is the process that the test has started")
@@ -36,7 +51,9 @@ def test_all_of_this_holds_at_s3() -> None:
     with s3_server() as bucket:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", __file__]
         env = os.environ | {"MIRROR_AT_S3": bucket}
-        done = subprocess.run(command, env=env, cwd=ROOT, timeout=200, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=env, cwd=ROOT, timeout=200, capture_output=True, text=True
+        )
     assert done.returncode == 0, done.stdout[-4000:]
     assert done.stdout.count("PASSED") > 12 and done.stdout.count("[s3]") >= 8, done.stdout[-4000:]
 
@@ -50,7 +67,9 @@ def saved(folder: Path, *steps: int) -> None:
         disk.publish(partial, Manifest(step, {}, {}, specs_of(partial)))
 
 
-def test_the_newest_checkpoint_is_found_on_another_disk_byte_for_byte(tmp_path: Path, url: str) -> None:
+def test_the_newest_checkpoint_is_found_on_another_disk_byte_for_byte(
+    tmp_path: Path, url: str
+) -> None:
     saved(tmp_path / "one", 10, 20)
     Mirror(url, keep=2).push(tmp_path / "one")
     assert Mirror(url, keep=2).pull(tmp_path / "two") == "step-00000020"
@@ -65,7 +84,10 @@ def test_only_as_many_as_wanted_are_kept_there(tmp_path: Path, url: str) -> None
         saved(tmp_path / "one", step)
         mirror.push(tmp_path / "one")
     saved(tmp_path / "two", 20)
-    assert [copy.name for copy in Mirror(url, keep=2)._list()[0]] == ["step-00000020", "step-00000030"]
+    assert [copy.name for copy in Mirror(url, keep=2)._list()[0]] == [
+        "step-00000020",
+        "step-00000030",
+    ]
 
 
 def test_an_island_with_a_newer_one_of_its_own_takes_none(tmp_path: Path, url: str) -> None:
@@ -125,7 +147,9 @@ def test_a_run_that_went_back_is_found_where_it_is_now(tmp_path: Path, url: str)
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> tuple[str, fsspec.AbstractFileSystem, str]:
-    """A mirror with one checkpoint, as its URL, its file system and the path of the checkpoint there."""
+    """A mirror with one checkpoint, as its URL, its file system and the path of the checkpoint
+    there.
+    """
     url = f"memory://mirror-{next(_numbers)}/run"
     saved(tmp_path / "one", 10)
     Mirror(url, keep=1).push(tmp_path / "one")
@@ -149,11 +173,16 @@ def test_a_name_at_the_mirror_that_leads_elsewhere_is_not_followed(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "name", ["../../evil", "/tmp/evil", "a/rank-0.tensors", "lock", "manifest.json", "rank-0.tensors/.."]
+    "name",
+    ["../../evil", "/tmp/evil", "a/rank-0.tensors", "lock", "manifest.json", "rank-0.tensors/.."],
 )
-def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path, hostile, name: str) -> None:
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(
+    tmp_path: Path, hostile, name: str
+) -> None:
     url, files, copy = hostile
-    raw = write_manifest(Manifest(10, {}, {}, {name: FileSpec(16, blake3="0" * 64)}, serial=9), Unsigned())
+    raw = write_manifest(
+        Manifest(10, {}, {}, {name: FileSpec(16, blake3="0" * 64)}, serial=9), Unsigned()
+    )
     files.pipe_file(f"{copy}/{MANIFEST}", raw)
     with pytest.raises(InputError, match=r"refused: .* is not the name of a file of a checkpoint"):
         Mirror(url, keep=1).pull(tmp_path / "two")

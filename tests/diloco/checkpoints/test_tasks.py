@@ -1,4 +1,5 @@
-"""`diloco evaluate --tasks` on a task that the test makes: a model is asked which of two texts is likelier.
+"""`diloco evaluate --tasks` on a task that the test makes: a model is asked which of two texts is
+likelier.
 
 pip install 'diloco[eval]', then pytest -m slow tests/diloco/checkpoints/test_tasks.py
 """
@@ -22,7 +23,11 @@ from inner.model.transformer import Transformer
 from tests.inner.folders import spread_model, write_folder
 from tests.swarm import swarm
 
-QUESTIONS = [("The sky is", " blue", " qqq"), ("Two and two make", " four", " zzzzz"), ("a", " b", " c")] * 3
+QUESTIONS = [
+    ("The sky is", " blue", " qqq"),
+    ("Two and two make", " four", " zzzzz"),
+    ("a", " b", " c"),
+] * 3
 TASK = """
 task: likelier
 dataset_path: json
@@ -40,15 +45,21 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 @pytest.fixture
 def task_folder(tmp_path: Path) -> Path:
     (tmp_path / "tasks").mkdir()
-    lines = [json.dumps({"question": question, "choices": choices}) for question, *choices in QUESTIONS]
+    lines = [
+        json.dumps({"question": question, "choices": choices}) for question, *choices in QUESTIONS
+    ]
     (tmp_path / "questions.jsonl").write_text("\n".join(lines))
-    (tmp_path / "tasks" / "likelier.yaml").write_text(TASK.replace("FILE", str(tmp_path / "questions.jsonl")))
+    (tmp_path / "tasks" / "likelier.yaml").write_text(
+        TASK.replace("FILE", str(tmp_path / "questions.jsonl"))
+    )
     return tmp_path / "tasks"
 
 
 def test_without_the_extra_the_cure_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # As if it were not installed.
-    with pytest.raises(ConfigError, match=r"--tasks needs the package lm-eval; pip install 'diloco\[eval\]'"):
+    with pytest.raises(
+        ConfigError, match=r"--tasks needs the package lm-eval; pip install 'diloco\[eval\]'"
+    ):
         check_harness()
 
 
@@ -56,7 +67,9 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, without a network."""
     places = {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     command = [sys.executable, "-m", "diloco", "evaluate", *arguments, "--device", "cpu"]
-    return subprocess.run(command, env=os.environ | places, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, env=os.environ | places, capture_output=True, text=True, timeout=300
+    )
 
 
 def expected_accuracy(model: Transformer) -> float:
@@ -67,7 +80,10 @@ def expected_accuracy(model: Transformer) -> float:
         log_probs: Tensor = F.log_softmax(model(tensor([both])), dim=-1)[0]
         return sum(float(log_probs[at - 1, both[at]]) for at in range(len(asked), len(both)))
 
-    right = [log_likelihood(question, first) > log_likelihood(question, other) for question, first, other in QUESTIONS]
+    right = [
+        log_likelihood(question, first) > log_likelihood(question, other)
+        for question, first, other in QUESTIONS
+    ]
     return sum(right) / len(right)
 
 
@@ -86,11 +102,15 @@ def test_a_task_is_scored_as_by_the_models_own_logits(tmp_path: Path, task_folde
 @pytest.mark.slow
 def test_a_run_is_scored_as_what_is_exported_of_it(tmp_path: Path, task_folder: Path):
     pytest.importorskip("lm_eval")
-    with swarm(tmp_path, "outer.rounds=2", "island.checkpoint.every_rounds=1", islands=[{}]) as made:
+    with swarm(
+        tmp_path, "outer.rounds=2", "island.checkpoint.every_rounds=1", islands=[{}]
+    ) as made:
         made.start(0).finish()
     run_dir = tmp_path / "test"
     asked = ("--tasks", "likelier", "--task-folder", str(task_folder))
-    assert CliRunner().invoke(app, ["export", str(run_dir), str(tmp_path / "export")]).exit_code == 0
+    assert (
+        CliRunner().invoke(app, ["export", str(run_dir), str(tmp_path / "export")]).exit_code == 0
+    )
     scores = []
     for folder in (run_dir, tmp_path / "export"):
         done = run(tmp_path, str(folder), *asked)

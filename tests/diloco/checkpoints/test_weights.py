@@ -1,4 +1,6 @@
-"""Weights in and out of runs: what a config takes from a folder, and what is done with a folder's weights."""
+"""Weights in and out of runs: what a config takes from a folder, and what is done with a folder's
+weights.
+"""
 
 import math
 from dataclasses import replace
@@ -53,7 +55,11 @@ def test_a_config_has_the_sizes_and_the_hash_of_its_first_weights(tmp_path, fold
 
 
 def test_a_runs_folder_does_not_say_which_code_is_imported_to_read_its_text(tmp_path):
-    text = ["data.source=tests.own.sources:Tables", "data.options={numbers: 500}", f"island.cache_dir={tmp_path}"]
+    text = [
+        "data.source=tests.own.sources:Tables",
+        "data.options={numbers: 500}",
+        f"island.cache_dir={tmp_path}",
+    ]
     config = parse_config("model: {preset: 1m}", text)
     weights = Weights(BYTE_SIZES, {}, 8, "bytes", config.run, config.island)
     with pytest.raises(ConfigError, match=r"add --allow-import tests\.own\.sources:Tables"):
@@ -64,14 +70,18 @@ def test_a_runs_folder_does_not_say_which_code_is_imported_to_read_its_text(tmp_
 def test_islands_with_other_weights_are_refused_by_the_key_that_differs(tmp_path, folder):
     ours = pin_weights_hash(config_from(tmp_path, folder)).run
     write_folder(tmp_path / "other", spread_model(seed=4))
-    theirs = pin_weights_hash(config_from(tmp_path, folder, f"island.init_from={tmp_path / 'other'}")).run
+    theirs = pin_weights_hash(
+        config_from(tmp_path, folder, f"island.init_from={tmp_path / 'other'}")
+    ).run
     assert theirs.model.init_from == ours.model.init_from
     with pytest.raises(ConfigError, match=r"model\.init_sha256: here '.{64}', in the run '.{64}'"):
         check_same_run(ours, dump_config(theirs))
 
 
 def test_weights_that_are_not_those_of_the_run_are_refused(tmp_path, folder):
-    with pytest.raises(ConfigError, match=rf"{weights_sha256(folder)}, the run begins with {'0' * 64}"):
+    with pytest.raises(
+        ConfigError, match=rf"{weights_sha256(folder)}, the run begins with {'0' * 64}"
+    ):
         pin_weights_hash(config_from(tmp_path, folder, f"model.init_sha256={'0' * 64!r}"))
 
 
@@ -106,7 +116,9 @@ def test_evaluate_gives_the_cross_entropy_of_the_text(tmp_path, folder):
         expected = F.cross_entropy(spread_model()(inputs).flatten(0, 1), targets).item()
     assert found.tokens == num * 32
     assert found.loss == pytest.approx(expected, rel=1e-6)
-    assert found.bits_per_byte == pytest.approx(expected / math.log(2) * (len(TEXT) + 1) / len(TEXT), rel=1e-6)
+    assert found.bits_per_byte == pytest.approx(
+        expected / math.log(2) * (len(TEXT) + 1) / len(TEXT), rel=1e-6
+    )
 
 
 def test_evaluate_reads_as_many_tokens_as_asked_for_and_short_texts(tmp_path, folder):
@@ -130,7 +142,9 @@ def test_text_number_k_is_that_of_seed_plus_k(folder):
     def texts(seed: int, count: int) -> list[str]:
         return [
             "".join(pieces)
-            for pieces in generate_texts(weights, GenerateRequest("hi", 20, Sampling(), seed), count, "cpu")
+            for pieces in generate_texts(
+                weights, GenerateRequest("hi", 20, Sampling(), seed), count, "cpu"
+            )
         ]
 
     assert texts(5, 3)[2] == texts(7, 1)[0] != texts(5, 1)[0]
@@ -157,22 +171,46 @@ def test_the_commands_export_evaluate_and_generate(tmp_path, folder):
     told = output("export", str(folder), str(small), "--dtype", "bfloat16")
     assert "parameters as bfloat16 in 1 file" in told and weights_sha256(small) in told
     (tmp_path / "text.txt").write_text(TEXT)
-    assert "nats per token" in output("evaluate", str(small), str(tmp_path / "text.txt"), "--device", "cpu")
-    asked = ["generate", str(small), "--prompt", "The", "--max-tokens", "9", "--temperature", "0", "--device", "cpu"]
+    assert "nats per token" in output(
+        "evaluate", str(small), str(tmp_path / "text.txt"), "--device", "cpu"
+    )
+    asked = [
+        "generate",
+        str(small),
+        "--prompt",
+        "The",
+        "--max-tokens",
+        "9",
+        "--temperature",
+        "0",
+        "--device",
+        "cpu",
+    ]
     assert output(*asked).startswith("The") and output(*asked) == output(*asked)
     assert output(*asked, "--count", "2").startswith("--- seed 0\nThe")
 
 
 def test_learned_positions_bound_what_is_computed_with_a_folder(tmp_path):
     decoder = DecoderConfig(
-        norm="layer", gated=False, out_bias=True, ffn_bias=True, positions="learned", max_positions=16
+        norm="layer",
+        gated=False,
+        out_bias=True,
+        ffn_bias=True,
+        positions="learned",
+        max_positions=16,
     )
     sizes = replace(BYTE_SIZES, qk_norm=False, qkv_bias=True, num_kv_heads=4, decoder=decoder)
     weights = open_weights(write_folder(tmp_path / "gpt2", spread_model(sizes, seq_len=16)))
     (tmp_path / "text.txt").write_text(TEXT)
     corpus = load_text([str(tmp_path / "text.txt")], weights, None)
-    assert (weights.seq_len, weights.window, evaluate(weights, corpus, 32, "cpu").tokens) == (16, 16, 32)
-    with pytest.raises(InputError, match=r"has learned 16 positions .*, and a sequence has 17 tokens"):
+    assert (weights.seq_len, weights.window, evaluate(weights, corpus, 32, "cpu").tokens) == (
+        16,
+        16,
+        32,
+    )
+    with pytest.raises(
+        InputError, match=r"has learned 16 positions .*, and a sequence has 17 tokens"
+    ):
         evaluate(weights, corpus, 32, "cpu", 17)
     with pytest.raises(InputError, match="has learned 16 positions"):
         next(generate_texts(weights, GenerateRequest("hi", 20, Sampling(), 0), 1, "cpu"))

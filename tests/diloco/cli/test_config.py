@@ -24,10 +24,14 @@ def test_settings_explains_what_has_the_word_in_its_name_or_meaning() -> None:
 
 
 def test_settings_gives_the_json_schema_of_a_config() -> None:
-    assert json.loads(CliRunner().invoke(app, ["settings", "--json-schema"]).stdout) == config_schema()
+    assert (
+        json.loads(CliRunner().invoke(app, ["settings", "--json-schema"]).stdout) == config_schema()
+    )
 
 
-@pytest.mark.parametrize("words", [["zzz"], ["codec", "--markdown"], ["--markdown", "--json-schema"]])
+@pytest.mark.parametrize(
+    "words", [["zzz"], ["codec", "--markdown"], ["--markdown", "--json-schema"]]
+)
 def test_settings_refuses_what_it_cannot_answer(words: list[str]) -> None:
     assert CliRunner().invoke(app, ["settings", *words]).exit_code == 2
 
@@ -41,7 +45,9 @@ def test_init_writes_a_config_in_this_folder_and_says_what_is_next(
     assert load_config(tmp_path / "first.yaml").name == "first"
 
 
-def test_the_first_config_is_the_quickstart_over_tls_with_a_process_an_island(tmp_path: Path) -> None:
+def test_the_first_config_is_the_quickstart_over_tls_with_a_process_an_island(
+    tmp_path: Path,
+) -> None:
     changes = ["name=first", "outer.transport=tls", "islands=[{ranks: 1}, {ranks: 1}]"]
     expected = load_config(ROOT / "configs/quickstart.yaml", changes)
     assert dump_config(load_config(write_config("first", tmp_path))) == dump_config(expected)
@@ -49,7 +55,13 @@ def test_the_first_config_is_the_quickstart_over_tls_with_a_process_an_island(tm
 
 @pytest.mark.parametrize(
     "line",
-    ["source: files", "dataset: allenai/c4", "dataset_config: en", "tokenizer: gpt2", "paths: [my-text/**/*.txt"],
+    [
+        "source: files",
+        "dataset: allenai/c4",
+        "dataset_config: en",
+        "tokenizer: gpt2",
+        "paths: [my-text/**/*.txt",
+    ],
 )
 def test_what_is_commented_out_in_the_first_config_is_a_setting(tmp_path: Path, line: str) -> None:
     text = write_config("first", tmp_path).read_text()

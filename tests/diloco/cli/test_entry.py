@@ -1,4 +1,6 @@
-"""What `diloco launch` refuses before it starts a rank: an island that would wait for others for ever."""
+"""What `diloco launch` refuses before it starts a rank: an island that would wait for others for
+ever.
+"""
 
 from pathlib import Path
 
@@ -18,10 +20,14 @@ TEXT = "outer: {transport: tls, start_islands: 2}\nislands: [{}, {}]\n"
         ("island.index=2", "island.index: got 2, and `islands` has the entries 0 to 1"),
     ],
 )
-def test_an_island_that_cannot_meet_the_others_is_not_started(tmp_path: Path, word: str, text: str) -> None:
+def test_an_island_that_cannot_meet_the_others_is_not_started(
+    tmp_path: Path, word: str, text: str
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(TEXT)
-    result = CliRunner().invoke(app, ["launch", str(path), word, f"island.run_dir={tmp_path / 'runs'}"])
+    result = CliRunner().invoke(
+        app, ["launch", str(path), word, f"island.run_dir={tmp_path / 'runs'}"]
+    )
     assert result.exit_code == FINAL_STATUS
     assert f"error: {text}" in result.output
     assert not (tmp_path / "runs").exists()

@@ -7,7 +7,9 @@ from diloco.errors import FINAL_STATUS, ConfigError
 from outer.errors import InputError, OuterError
 
 
-@pytest.mark.parametrize("refusal", [ConfigError("another config"), InputError("the name is taken")])
+@pytest.mark.parametrize(
+    "refusal", [ConfigError("another config"), InputError("the name is taken")]
+)
 def test_a_final_refusal_of_a_rank_has_a_status_of_its_own(monkeypatch, refusal):
     monkeypatch.setenv("RANK", "0")
     assert exit_status(refusal) == FINAL_STATUS

@@ -1,4 +1,6 @@
-"""Every mistake in mistakes.txt ends with an error that names the place and the cure, and without a traceback."""
+"""Every mistake in mistakes.txt ends with an error that names the place and the cure, and without a
+traceback.
+"""
 
 import shlex
 import sys
@@ -70,8 +72,12 @@ def _run(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return statuses[0]
 
 
-@pytest.mark.parametrize(("command", "status", "says"), MISTAKES, ids=[command for command, *_ in MISTAKES])
-def test_a_mistake_ends_with_an_error_that_names_place_and_cure(command, status, says, folder, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("command", "status", "says"), MISTAKES, ids=[command for command, *_ in MISTAKES]
+)
+def test_a_mistake_ends_with_an_error_that_names_place_and_cure(
+    command, status, says, folder, monkeypatch, capfd
+):
     ended_with = _run(command, monkeypatch)
     printed = capfd.readouterr()
     text = " ".join((printed.out + printed.err).replace("│", " ").split())

@@ -15,7 +15,8 @@ def prepare(tmp_path: Path, *arguments: str) -> str:
     if not folder.exists():
         write_rows(folder, 40)
     (tmp_path / "a.yaml").write_text(
-        f"data: {{source: files, paths: [{folder}], heldout_fraction: 0.2, seq_len: 16, shard_tokens: 512}}\n"
+        f"data: {{source: files, paths: [{folder}], heldout_fraction: 0.2, seq_len: 16, "
+        f"shard_tokens: 512}}\n"
         f"island: {{cache_dir: {tmp_path / 'cache'}}}\n"
     )
     done = CliRunner().invoke(app, ["prepare", str(tmp_path / "a.yaml"), *arguments])
@@ -45,7 +46,10 @@ def test_all_shards_are_made_before_the_run(tmp_path: Path) -> None:
     [
         (["--repair"], "name it by --into"),
         (["data.seq_len=24", "--into", "/nowhere"], "not a multiple of data.seq_len 24"),
-        (["data.order=shards", "data.seq_len=24"], "shard_tokens: got 512, which is not a multiple of seq_len 24"),
+        (
+            ["data.order=shards", "data.seq_len=24"],
+            "shard_tokens: got 512, which is not a multiple of seq_len 24",
+        ),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, arguments: list[str], says: str) -> None:

@@ -12,7 +12,9 @@ from diloco.config.schema import load_config
 TEXT = "island: {checkpoint: {resume: never}}\nislands: [{}, {checkpoint: {resume: never}}]\n"
 
 
-@pytest.mark.parametrize("option, expected", [("auto", "auto"), ("never", "never"), (None, "never")])
+@pytest.mark.parametrize(
+    "option, expected", [("auto", "auto"), ("never", "never"), (None, "never")]
+)
 def test_it_wins_over_the_file(tmp_path: Path, option: str | None, expected: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(TEXT)

@@ -1,4 +1,6 @@
-"""`~` in each key of a config that names a place is the home directory, and an error where there is none."""
+"""`~` in each key of a config that names a place is the home directory, and an error where there is
+none.
+"""
 
 import os
 from collections.abc import Callable
@@ -22,7 +24,10 @@ from inner.files import open_url
 from outer.errors import InputError as OuterInputError
 from outer.network.run_key import load_run_key
 
-ALONE = {"outer": {"transport": "loopback", "rounds": 1, "inner_steps": 1}, "island": {"run_dir": "~/runs"}}
+ALONE = {
+    "outer": {"transport": "loopback", "rounds": 1, "inner_steps": 1},
+    "island": {"run_dir": "~/runs"},
+}
 
 
 @pytest.fixture
@@ -67,19 +72,37 @@ def test_what_a_config_names_is_found_in_the_home_directory(home: Path) -> None:
     assert "a.jsonl" in str(dataset.fingerprint())
     assert load_run_key("~/run.key") is not None
     assert str(open_url("~/mirror", "")[1]) == str(home / "mirror")
-    assert parse_config("model: {init_from: ~/weights}").initial_weights(IslandConfig()) == home / "weights"
+    assert (
+        parse_config("model: {init_from: ~/weights}").initial_weights(IslandConfig())
+        == home / "weights"
+    )
 
 
 @pytest.mark.usefixtures("no_home")
 @pytest.mark.parametrize(
     "read, text",
     [
-        (lambda: IslandConfig(run_dir="~/runs").folder("run"), "island.run_dir: '~/runs' begins with a home directory"),
-        (lambda: IslandConfig().cache, "island.cache_dir: '~/.cache/diloco' begins with a home directory"),
+        (
+            lambda: IslandConfig(run_dir="~/runs").folder("run"),
+            "island.run_dir: '~/runs' begins with a home directory",
+        ),
+        (
+            lambda: IslandConfig().cache,
+            "island.cache_dir: '~/.cache/diloco' begins with a home directory",
+        ),
         (lambda: find_files("~/a.txt"), "data.paths: '~/a.txt' begins with"),
-        (lambda: tokenizer_folder("~/tokenizer.json"), "data.tokenizer: '~/tokenizer.json' begins with"),
-        (lambda: load_run_key("~/run.key"), "island.run_key_file: cannot read '~/run.key': No such file"),
-        (lambda: open_url("~/mirror", "island.checkpoint.mirror"), "island.checkpoint.mirror: '~/mirror' begins with"),
+        (
+            lambda: tokenizer_folder("~/tokenizer.json"),
+            "data.tokenizer: '~/tokenizer.json' begins with",
+        ),
+        (
+            lambda: load_run_key("~/run.key"),
+            "island.run_key_file: cannot read '~/run.key': No such file",
+        ),
+        (
+            lambda: open_url("~/mirror", "island.checkpoint.mirror"),
+            "island.checkpoint.mirror: '~/mirror' begins with",
+        ),
     ],
 )
 def test_without_a_home_directory_the_key_is_named(read: Callable[[], object], text: str) -> None:

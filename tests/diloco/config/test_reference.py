@@ -21,7 +21,13 @@ def test_every_key_of_a_config_is_in_the_list() -> None:
 def test_the_defaults_that_are_listed_are_those_of_an_empty_config() -> None:
     listed = {each.key: each.default for each in list_settings()}
     config = flatten(Config().model_dump(mode="json"))
-    for key in ("outer.inner_steps", "outer.codec", "island.mesh.dp_shard", "optimizer.schedule", "outer.eager"):
+    for key in (
+        "outer.inner_steps",
+        "outer.codec",
+        "island.mesh.dp_shard",
+        "optimizer.schedule",
+        "outer.eager",
+    ):
         assert listed[key] == str(config[key]).replace("False", "false")
 
 

@@ -16,9 +16,13 @@ from inner.errors import InputError
 from inner.model.sizes import resolve_sizes
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if "experiments" not in path.parts)
+CONFIGS = sorted(
+    path for path in (ROOT / "configs").rglob("*.yaml") if "experiments" not in path.parts
+)
 HASH_OF_DEFAULTS = "e6ce1fd6727c23d23c1c8ebfb9aa48d7"
-"""Of a config that sets nothing. Keys that came later leave it as it is, or islands of two releases would not meet."""
+"""Of a config that sets nothing. Keys that came later leave it as it is, or islands of two releases
+would not meet.
+"""
 
 
 def error_of(text: str, *overrides: str) -> str:
@@ -66,12 +70,15 @@ def test_an_unknown_codec_lists_the_choices():
     message = error_of("outer: {codec: int9}")
     assert "'int9'" in message
     assert (
-        "allowed: fp32, bf16, fp16, int8, int4, e3m0, stat2, topk, lowrank, or own code by its import path" in message
+        "allowed: fp32, bf16, fp16, int8, int4, e3m0, stat2, topk, lowrank, or own code by its "
+        "import path" in message
     )
 
 
 def test_an_unknown_transport_lists_the_choices():
-    assert "'loopback', 'gloo', 'tls' or 'hivemind'" in error_of("outer: {transport: carrier-pigeon}")
+    assert "'loopback', 'gloo', 'tls' or 'hivemind'" in error_of(
+        "outer: {transport: carrier-pigeon}"
+    )
 
 
 def test_a_mistake_in_one_of_the_islands_names_it():
@@ -87,7 +94,9 @@ def test_a_key_that_is_no_text_is_named(parse: Callable[[str], object], text: st
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["outer: {codec: int8}\nouter: {}\n", "outer: {codec: int8, codec: int4}"])
+@pytest.mark.parametrize(
+    "text", ["outer: {codec: int8}\nouter: {}\n", "outer: {codec: int8, codec: int4}"]
+)
 def test_a_key_that_stands_twice_is_refused_because_one_value_would_be_lost(text):
     with pytest.raises(ConfigError, match=r"stands in line 1 and again in line [12]; keep one"):
         parse_config(text)
@@ -123,7 +132,9 @@ def test_an_exponent_without_a_dot_is_a_number():
 
 
 def test_an_override_wins_over_the_file():
-    config = parse_config("optimizer: {lr: 1e-3}", ["optimizer.lr=2e-3", "outer.optimizer.momentum=0.5"])
+    config = parse_config(
+        "optimizer: {lr: 1e-3}", ["optimizer.lr=2e-3", "outer.optimizer.momentum=0.5"]
+    )
     assert (config.optimizer.lr, config.outer.optimizer.momentum) == (2e-3, 0.5)
 
 
@@ -133,19 +144,36 @@ def test_an_override_without_a_value_says_how_one_is_written():
 
 def test_an_island_inherits_what_all_share_and_keeps_its_own():
     config = parse_config(
-        "island: {micro_batch: 4, mesh: {dp_replicate: 2}}\nislands: [{}, {ranks: 2, mesh: {dp_shard: 1}}]"
+        "island: {micro_batch: 4, mesh: {dp_replicate: 2}}\nislands: [{}, {ranks: 2, mesh: "
+        "{dp_shard: 1}}]"
     )
     second = config.for_island(1)
-    assert (second.micro_batch, second.ranks, second.mesh.dp_replicate, second.mesh.dp_shard) == (4, 2, 2, 1)
+    assert (second.micro_batch, second.ranks, second.mesh.dp_replicate, second.mesh.dp_shard) == (
+        4,
+        2,
+        2,
+        1,
+    )
 
 
 def test_the_hash_ignores_what_is_an_islands_own_business():
-    assert parse_config("island: {micro_batch: 4}").run.hash == parse_config("island: {ranks: 8}").run.hash
+    assert (
+        parse_config("island: {micro_batch: 4}").run.hash
+        == parse_config("island: {ranks: 8}").run.hash
+    )
 
 
 def test_the_hash_changes_with_every_shared_key():
-    changes = ["seed=1", "model.preset=4m", "data.seq_len=128", "optimizer.lr=1e-3", "outer.codec=int8"]
-    hashes = {parse_config("", [change]).run.hash for change in changes} | {parse_config("").run.hash}
+    changes = [
+        "seed=1",
+        "model.preset=4m",
+        "data.seq_len=128",
+        "optimizer.lr=1e-3",
+        "outer.codec=int8",
+    ]
+    hashes = {parse_config("", [change]).run.hash for change in changes} | {
+        parse_config("").run.hash
+    }
     assert len(hashes) == len(changes) + 1
 
 
@@ -163,9 +191,15 @@ def test_differing_keys_names_each_with_both_values():
 
 
 def test_the_command_line_wins_over_what_an_island_says_for_itself():
-    config = parse_config("islands: [{ranks: 2, mesh: {tp: 2}}, {}]", ["island.ranks=4", "island.mesh.pp=2"])
+    config = parse_config(
+        "islands: [{ranks: 2, mesh: {tp: 2}}, {}]", ["island.ranks=4", "island.mesh.pp=2"]
+    )
     assert [config.for_island(index).ranks for index in range(3)] == [4, 4, 4]
-    assert (config.for_island(0).mesh.tp, config.for_island(0).mesh.pp, config.for_island(1).mesh.tp) == (2, 2, 1)
+    assert (
+        config.for_island(0).mesh.tp,
+        config.for_island(0).mesh.pp,
+        config.for_island(1).mesh.tp,
+    ) == (2, 2, 1)
 
 
 def test_a_mesh_that_does_not_divide_the_ranks_is_an_error_with_a_cure():
@@ -181,7 +215,10 @@ def test_a_mesh_that_does_not_divide_the_ranks_is_an_error_with_a_cure():
             ["optimizer.name=adam"],
             "got 'adam'; allowed: adamw, sgd, muon, or own code by its import path",
         ),
-        (["optimizer.options={beta1: 0.9}"], "options are for an own optimizer only, and name is adamw"),
+        (
+            ["optimizer.options={beta1: 0.9}"],
+            "options are for an own optimizer only, and name is adamw",
+        ),
         (["optimizer.name=a:B", "optimizer.options={betas: {x: 1}}"], "optimizer.options.betas"),
     ],
     ids=str,
@@ -193,7 +230,10 @@ def test_an_optimizer_is_one_of_ours_or_an_import_path(settings: list[str], why:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (["model.name=my model"], "model.name: got 'my model'; allowed: own code by its import path as in my_package"),
+        (
+            ["model.name=my model"],
+            "model.name: got 'my model'; allowed: own code by its import path as in my_package",
+        ),
         (["model.options={dim: 8}"], "options are for an own model only, and no name is given"),
         (
             ["model.name=a:B", "model.preset=1m"],
@@ -207,32 +247,52 @@ def test_a_model_is_ours_or_an_own_one(settings: list[str], why: str):
 
 
 def test_an_own_model_is_tried_and_counted_before_any_process_starts():
-    config = parse_config("outer: {fragments: 9}", ["model.name=tests.own.models:GatedConv", "model.options={dim: 8}"])
+    config = parse_config(
+        "outer: {fragments: 9}", ["model.name=tests.own.models:GatedConv", "model.options={dim: 8}"]
+    )
     check_island(config.run, config.for_island(0), "island 0")
     with pytest.raises(ConfigError, match=r"outer.fragments: got 9, but a model of 2 layers"):
         check_fragments(config.run)
-    over = parse_config("island: {ranks: 2, mesh: {tp: 2}}", ["model.name=tests.own.models:GatedConv"])
-    with pytest.raises(ConfigError, match=r"^island 0: island.mesh: tp 2, but .* over dp_replicate and dp_shard only"):
+    over = parse_config(
+        "island: {ranks: 2, mesh: {tp: 2}}", ["model.name=tests.own.models:GatedConv"]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^island 0: island.mesh: tp 2, but .* over dp_replicate and dp_shard only",
+    ):
         check_island(over.run, over.for_island(0), "island 0")
-    with pytest.raises(InputError, match="an own model: its FLOPs, memory and traffic cannot be counted"):
+    with pytest.raises(
+        InputError, match="an own model: its FLOPs, memory and traffic cannot be counted"
+    ):
         build_step_plan(config.run, config.for_island(0))
 
 
 def test_an_own_optimizer_that_does_not_fit_the_mesh_is_found_before_any_process_starts():
-    config = parse_config("model: {preset: 1m}\nisland: {ranks: 2}", ["optimizer.name=tests.own.optimizers:UnitStep"])
-    with pytest.raises(ConfigError, match=r"^island 0: optimizer.name: .* steps the shards of a matrix differently"):
+    config = parse_config(
+        "model: {preset: 1m}\nisland: {ranks: 2}", ["optimizer.name=tests.own.optimizers:UnitStep"]
+    )
+    with pytest.raises(
+        ConfigError, match=r"^island 0: optimizer.name: .* steps the shards of a matrix differently"
+    ):
         check_island(config.run, config.for_island(0), "island 0")
 
 
 def test_the_hash_has_an_own_optimizers_path_and_options():
     names = ["optimizer.name=a.b:C", "optimizer.name=a.b:D"]
-    hashes = {parse_config("", [name, *more]).run.hash for name in names for more in ([], ["optimizer.options={x: 1}"])}
+    hashes = {
+        parse_config("", [name, *more]).run.hash
+        for name in names
+        for more in ([], ["optimizer.options={x: 1}"])
+    }
     assert len(hashes) == 4
 
 
 def test_more_fragments_than_layers_is_found_before_any_process_starts():
     run = parse_config("outer: {fragments: 7}\nmodel: {preset: 1m}").run
-    with pytest.raises(ConfigError, match=r"outer.fragments: got 7, but a model of 4 layers .* set outer.fragments=5"):
+    with pytest.raises(
+        ConfigError,
+        match=r"outer.fragments: got 7, but a model of 4 layers .* set outer.fragments=5",
+    ):
         check_fragments(run)
 
 
@@ -243,7 +303,10 @@ def test_more_fragments_than_layers_is_found_before_any_process_starts():
         (["optimizer.name=sgd"], "inner optimizer is sgd; set optimizer.name to adamw"),
         (["optimizer.averaging={x: 0.9}"], "adamw, averaged; .* optimizer.averaging to null"),
         (["outer.eager=true", "outer.delay=1"], "outer: .* set eager to false or moments to null"),
-        (["outer.merge.rule=radial"], "outer: .* merged by radial.*; set merge.rule to mean, trimmed_mean or"),
+        (
+            ["outer.merge.rule=radial"],
+            "outer: .* merged by radial.*; set merge.rule to mean, trimmed_mean or",
+        ),
         (["outer.moments=[0, 6]"], r"outer.moments.0: got 0; allowed: greater than 0"),
         (["outer.moments=3"], "outer.moments: got 3"),
     ],
@@ -255,7 +318,9 @@ def test_moments_that_cannot_be_averaged_are_refused_with_the_cure(settings: lis
 
 
 @pytest.mark.parametrize("setting", ["wandb=offline", "tensorboard=true"])
-def test_a_logger_whose_package_is_missing_is_named_with_its_extra(setting: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_logger_whose_package_is_missing_is_named_with_its_extra(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+):
     extra = setting.partition("=")[0]
     # None is what Python's import system takes for a package that is not there.
     monkeypatch.setitem(sys.modules, extra, None)
@@ -280,6 +345,8 @@ def test_settings_of_own_code_between_islands_are_part_of_the_hash_only_where_th
 
 def test_the_bound_of_means_is_part_of_the_hash_only_where_it_is_not_the_default():
     plain, same = parse_config("").run, parse_config("outer: {merge: {refuse_norm_ratio: 20}}").run
-    other, without = (parse_config(f"outer: {{merge: {{refuse_norm_ratio: {v}}}}}").run for v in ("30", "null"))
+    other, without = (
+        parse_config(f"outer: {{merge: {{refuse_norm_ratio: {v}}}}}").run for v in ("30", "null")
+    )
     assert plain.hash == same.hash
     assert len({plain.hash, other.hash, without.hash}) == 3

@@ -1,4 +1,6 @@
-"""Spikes, z-loss and the noise scale are refused where they cannot be had, before any process starts."""
+"""Spikes, z-loss and the noise scale are refused where they cannot be had, before any process
+starts.
+"""
 
 from pathlib import Path
 
@@ -23,14 +25,18 @@ def test_they_go_with_plain_rounds():
 
 @pytest.mark.parametrize("name", ["streaming-diloco", "noloco", "async-diloco"])
 def test_a_rewind_needs_rounds_that_are_waited_for(name: str):
-    with pytest.raises(ConfigError, match=r"island 0: optimizer\.spikes\.action: .* set action to skip"):
+    with pytest.raises(
+        ConfigError, match=r"island 0: optimizer\.spikes\.action: .* set action to skip"
+    ):
         check(REWIND, file=f"methods/{name}.yaml")
 
 
 def test_the_noise_scale_needs_two_sequences_in_a_step():
     one = ["optimizer.tokens_per_step=256", "island.micro_batch=1", "islands=[{ranks: 1}]"]
     check(*one)
-    with pytest.raises(ConfigError, match=r"noise_scale_every needs two sequences in a step, .* is 256"):
+    with pytest.raises(
+        ConfigError, match=r"noise_scale_every needs two sequences in a step, .* is 256"
+    ):
         check(*one, "optimizer.noise_scale_every=10")
 
 
@@ -43,7 +49,9 @@ def test_an_own_model_has_no_z_loss():
 
 
 def test_an_own_model_has_no_dropout_of_ours():
-    with pytest.raises(ConfigError, match=r"optimizer\.dropout: got 0\.1, .*; set it to 0, and use a dropout in"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.dropout: got 0\.1, .*; set it to 0, and use a dropout in"
+    ):
         check(OWN, "optimizer.dropout=0.1")
 
 

@@ -22,7 +22,10 @@ def test_over_tls_each_rank_needs_two_ports_and_an_address_to_tell():
 
     port = free_port()
     with socket.create_server(("127.0.0.1", port + 3)):
-        assert f"{port + 3}: " in texts(listening(f"island.listen_port={port}"), "island.listen_port")[0]
+        assert (
+            f"{port + 3}: "
+            in texts(listening(f"island.listen_port={port}"), "island.listen_port")[0]
+        )
     assert troubles(listening("island.listen_host=0.0.0.0")) == [("FAILED", "island.listen_host")]
     assert troubles(listening("island.listen_host=0.0.0.0", "island.announce_host=127.0.0.1")) == []
 
@@ -55,7 +58,12 @@ def test_the_libp2p_daemon_is_tried(tmp_path):
 @pytest.mark.parametrize(
     ("override", "level", "name", "part"),
     [
-        ("island.listen_host=192.0.2.1", "FAILED", "island.listen_host", "not an address of this machine"),
+        (
+            "island.listen_host=192.0.2.1",
+            "FAILED",
+            "island.listen_host",
+            "not an address of this machine",
+        ),
         ("island.listen_host=0.0.0.0", "FAILED", "island.listen_host", "gloo needs one address"),
         ("island.run_key_file=/nowhere/key", "FAILED", "run key", "cannot read"),
         ("island.run_dir=/dev/null/x", "FAILED", "island.run_dir", "no folder"),

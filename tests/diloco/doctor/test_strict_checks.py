@@ -42,7 +42,9 @@ def test_the_recipe_of_the_documentation_is_what_is_checked(tmp_path: Path):
     block = re.search(r"## A strict run\n.*?\n\n(    outer:.*?)\n\n", text, re.DOTALL)
     assert block is not None
     recipe = re.sub(r"^    ", "", block[1], flags=re.MULTILINE)
-    config = parse_config(recipe + "\nname: strict\nmodel: {preset: 1m}\n", [f"island.run_dir={tmp_path}"])
+    config = parse_config(
+        recipe + "\nname: strict\nmodel: {preset: 1m}\n", [f"island.run_dir={tmp_path}"]
+    )
     local = LocalIsland(config.run, config.for_island(0), config.outer.transport)
     assert troubles(list(check_strict(local, config.run))) == []
     assert len(recipe.splitlines()) <= 10

@@ -43,9 +43,19 @@ def test_a_swarm_in_order_passes_and_does_not_take_the_doctor_for_an_island(kind
                 "Island a of run test",
                 "Island b of run test",
             ]
-            for name in ("reach", "round trip", "clock", "bandwidth down", "bandwidth up", "call back"):
+            for name in (
+                "reach",
+                "round trip",
+                "clock",
+                "bandwidth down",
+                "bandwidth up",
+                "call back",
+            ):
                 assert len(texts(lines, name)) == 2, name
-            assert all(float(text.split()[0].replace(",", "")) > 0 for text in texts(lines, "bandwidth down"))
+            assert all(
+                float(text.split()[0].replace(",", "")) > 0
+                for text in texts(lines, "bandwidth down")
+            )
             for network in place.networks:
                 assert network.membership is not None
                 assert set(await network.membership.members()) <= {"a", "b"}
@@ -77,7 +87,10 @@ def test_an_island_behind_a_dead_address_is_found_and_the_others_are_examined():
             await enter(place, A, control_addresses=[f"127.0.0.1:{refusing_port()}"])
             lines = await visited(place.bootstrap[0])
             assert troubles(lines) == [("FAILED", "reach")]
-            assert "open the ports" in texts(lines, "reach")[0] and "1 of 1 ranks answer" in texts(lines, "reach")[1]
+            assert (
+                "open the ports" in texts(lines, "reach")[0]
+                and "1 of 1 ranks answer" in texts(lines, "reach")[1]
+            )
 
     run(main())
 
@@ -87,7 +100,11 @@ def test_a_rank_that_cannot_be_called_is_named():
         async with swarm("gloo", "test") as place:
             network = await enter(place, A)
             assert network.membership is not None
-            await enter(place, B, control_addresses=[network.messenger.address, f"127.0.0.1:{refusing_port()}"])
+            await enter(
+                place,
+                B,
+                control_addresses=[network.messenger.address, f"127.0.0.1:{refusing_port()}"],
+            )
             lines = await visited(place.bootstrap[0])
             assert ("FAILED", "reach") in troubles(lines)
             assert "1 of 2 ranks cannot be called from here; rank 1" in texts(lines, "reach")[1]
@@ -132,7 +149,9 @@ def test_an_island_that_listens_for_its_relays_only_can_be_called_back():
     async def main() -> None:
         async with relays() as [relay], entered("tls", A) as place:
             lines = await visited(place.bootstrap[0], f"island.relays={addresses([relay])}")
-            assert troubles(lines) == [] and "it can call this machine" in texts(lines, "call back")[0]
+            assert (
+                troubles(lines) == [] and "it can call this machine" in texts(lines, "call back")[0]
+            )
 
     run(main())
 
@@ -143,7 +162,8 @@ def test_a_port_that_leads_to_another_machine_is_no_call_back():
             other = await place.open(B)
             DiagnosticsServer(other.messenger, ProbeResponder())
             port = other.messenger.address.rpartition(":")[2]
-            # The doctor cannot have the port itself, but listens on it at another address of this machine.
+            # The doctor cannot have the port itself, but listens on it at another address of this
+            # machine.
             lines = await visited(
                 place.bootstrap[0],
                 "island.listen_host=127.0.0.5",
@@ -160,7 +180,9 @@ def test_a_taken_port_is_said_and_the_islands_are_examined_all_the_same():
     async def main() -> None:
         async with entered("gloo", A) as place:
             with socket.create_server(("127.0.0.1", 0)) as taken:
-                lines = await visited(place.bootstrap[0], f"island.listen_port={taken.getsockname()[1]}")
+                lines = await visited(
+                    place.bootstrap[0], f"island.listen_port={taken.getsockname()[1]}"
+                )
             assert troubles(lines) == [("FAILED", "call back")]
             assert len(texts(lines, "round trip")) == 1
 
@@ -173,7 +195,9 @@ def test_another_config_is_found_and_its_keys_are_named():
             ours = dump_config(parse_config(run_text("gloo"), ["outer.codec=int8", "seed=4"]).run)
             lines = await visited(place.bootstrap[0], config_text=ours)
             assert troubles(lines) == [("FAILED", "config")]
-            assert "outer.codec" in texts(lines, "config")[0] and "seed" in texts(lines, "config")[0]
+            assert (
+                "outer.codec" in texts(lines, "config")[0] and "seed" in texts(lines, "config")[0]
+            )
 
     run(main())
 
@@ -215,7 +239,9 @@ def test_an_address_that_is_none_is_said(address):
 def test_a_missing_or_wrong_run_key_is_said_over_tcp(tmp_path, ours):
     rendezvous = serve_rendezvous("127.0.0.1", 0, RunKey(b"k" * 32))
     try:
-        lines = run(visited(rendezvous.address, *key_file(tmp_path, ours), "island.connect_seconds=10"))
+        lines = run(
+            visited(rendezvous.address, *key_file(tmp_path, ours), "island.connect_seconds=10")
+        )
     finally:
         rendezvous.close()
     assert troubles(lines) == [("FAILED", "run key")]
@@ -253,7 +279,9 @@ def test_host_and_port_of_an_address(address, expected):
     assert host_of(address) == expected
 
 
-def test_a_training_island_is_examined_and_the_exit_status_says_whether_all_is_well(tmp_path, capsys, caplog):
+def test_a_training_island_is_examined_and_the_exit_status_says_whether_all_is_well(
+    tmp_path, capsys, caplog
+):
     with islands_of(tmp_path, "outer.rounds=100000", islands=[{}]) as made:
         island = made.start(0)
         island.wait_for_round(0)
@@ -261,7 +289,9 @@ def test_a_training_island_is_examined_and_the_exit_status_says_whether_all_is_w
         told = capsys.readouterr().out
         assert "Island island-0 of run test\n  ok      reach" in told and "call back" in told
         assert re.search(r"\n0 FAILED, 0 warnings, [0-9]+ ok\n$", told)
-        assert not [record for record in caplog.records if record.name == "asyncio"], "it leaves no task behind"
+        assert not [record for record in caplog.records if record.name == "asyncio"], (
+            "it leaves no task behind"
+        )
     assert doctor([made.address], None, None) == 1, "the swarm is gone now"
 
 

@@ -36,7 +36,9 @@ def refusing_port() -> int:
 
 
 def free_port() -> int:
-    """A port that is free, as are the next three. It is below those that the system gives to who asks for any port."""
+    """A port that is free, as are the next three. It is below those that the system gives to who
+    asks for any port.
+    """
     for port in random.sample(range(20_000, 32_000), 100):
         if not any(find_bind_problem("127.0.0.1", each) for each in range(port, port + 4)):
             return port
@@ -44,12 +46,17 @@ def free_port() -> int:
 
 
 async def enter(place: Swarm, me: Endpoint, clock=time.time, own=None, **changes) -> Network:
-    """An island of the run that answers a doctor, in the swarm's records. `own`: other settings of its network."""
+    """An island of the run that answers a doctor, in the swarm's records. `own`: other settings of
+    its network.
+    """
     network = await place.open(me, **(own or {}))
     assert network.membership is not None
     hash_ = parse_config(run_text(place.kind)).run.hash
     DiagnosticsServer(network.messenger, ProbeResponder(hash_, lambda: 3, clock))
-    own_record = {"control_addresses": [network.messenger.address], "transport_addresses": [network.transport.address]}
+    own_record = {
+        "control_addresses": [network.messenger.address],
+        "transport_addresses": [network.transport.address],
+    }
     record: dict[str, Any] = own_record | {"config_hash": hash_, "round": 3} | changes
     await network.membership.publish_config(run_text(place.kind))
     await network.membership.announce(member(me.island, **record))
@@ -74,7 +81,9 @@ async def visited(address: str, *overrides: str, config_text: str | None = None)
 
 def troubles(lines: list[Line]) -> list[tuple[str, str]]:
     """Level and name of what is not ok."""
-    return [(line.level, line.name) for line in lines if isinstance(line, Check) and line.level != "ok"]
+    return [
+        (line.level, line.name) for line in lines if isinstance(line, Check) and line.level != "ok"
+    ]
 
 
 def texts(lines: list[Line], name: str) -> list[str]:

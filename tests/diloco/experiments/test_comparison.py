@@ -2,11 +2,18 @@
 
 import pytest
 
-from diloco.experiments.results.comparison import central_probability, compare, estimate, spread, student_t
+from diloco.experiments.results.comparison import (
+    central_probability,
+    compare,
+    estimate,
+    spread,
+    student_t,
+)
 
 
 @pytest.mark.parametrize(
-    ("degrees", "expected"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (30, 2.0423)]
+    ("degrees", "expected"),
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (30, 2.0423)],
 )
 def test_students_t_is_that_of_the_tables(degrees, expected):
     assert student_t(0.95, degrees) == pytest.approx(expected, abs=5e-5)

@@ -72,7 +72,10 @@ def test_what_a_step_holds_is_in_the_label_where_it_varies(tmp_path):
 
 
 def test_rows_of_equal_labels_are_told_apart_by_their_points(tmp_path):
-    rows = rows_of(tmp_path, axes=[{"outer.merge": [{"rule": "trimmed_mean", "trim": trim} for trim in (0.1, 0.2)]}])
+    rows = rows_of(
+        tmp_path,
+        axes=[{"outer.merge": [{"rule": "trimmed_mean", "trim": trim} for trim in (0.1, 0.2)]}],
+    )
     assert len(set(labels(rows))) == len(rows.rows) == 3
 
 
@@ -94,7 +97,13 @@ def test_another_baseline_is_named_by_the_values_that_lead_to_it(tmp_path):
 
 
 def test_the_run_is_as_long_as_tokens_say_and_evaluated_as_often(tmp_path):
-    overrides = {"step_tokens": 256, "tokens_per_param": 1.0, "steps_multiple_of": 16, "evaluations": 4, "islands": 2}
+    overrides = {
+        "step_tokens": 256,
+        "tokens_per_param": 1.0,
+        "steps_multiple_of": 16,
+        "evaluations": 4,
+        "islands": 2,
+    }
     for row in rows_of(tmp_path, overrides=overrides, baseline=None).rows:
         assert row.config.total_steps == round(row.num_params / 256 / 16) * 16
         assert row.config.optimizer.tokens_per_step == 128
@@ -103,7 +112,9 @@ def test_the_run_is_as_long_as_tokens_say_and_evaluated_as_often(tmp_path):
 
 def test_an_id_follows_from_values_that_are_no_defaults(tmp_path):
     (row,) = rows_of(tmp_path, axes=[], baseline=None).rows
-    (same,) = rows_of(tmp_path, axes=[[{"outer.fragments": 1, "island.checkpoint.keep": 7}]], baseline=None).rows
+    (same,) = rows_of(
+        tmp_path, axes=[[{"outer.fragments": 1, "island.checkpoint.keep": 7}]], baseline=None
+    ).rows
     (other,) = rows_of(tmp_path, axes=[[{"optimizer.weight_decay": 0.2}]], baseline=None).rows
     assert row.row_id == same.row_id != other.row_id
     assert len({row.run(seed).run_id for seed in range(3)}) == 3
@@ -117,7 +128,9 @@ def test_the_ids_of_rows_stay_when_others_are_added(tmp_path):
 
 def test_the_written_experiment_needs_no_other_file(tmp_path):
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(TINY["base"]))
-    (tmp_path / "other.yaml").write_text(yaml.safe_dump({**TINY["base"], "name": "other", "seed": 3}))
+    (tmp_path / "other.yaml").write_text(
+        yaml.safe_dump({**TINY["base"], "name": "other", "seed": 3})
+    )
     axes = [[{"outer.codec": "int8"}, {"config": "other.yaml"}], {"config": ["base.yaml"]}]
     path = write_tiny(tmp_path, base="base.yaml", axes=axes[:1])
     rows = build_rows(load_experiment(path))
@@ -133,9 +146,15 @@ def test_the_written_experiment_needs_no_other_file(tmp_path):
     ("changes", "error"),
     [
         ({"axes": [{"islands": [1, 2], "seed": [1]}]}, "zipped"),
-        ({"axes": [{"outer.inner_step": [4]}]}, "outer.inner_step: unknown key; did you mean 'inner_steps'"),
+        (
+            {"axes": [{"outer.inner_step": [4]}]},
+            "outer.inner_step: unknown key; did you mean 'inner_steps'",
+        ),
         ({"axes": [{"islands": [3]}]}, "256 tokens of a step do not divide over 3 islands"),
-        ({"axes": [{"outer.inner_steps": [5]}]}, "24 steps are no multiple of outer.inner_steps, 5"),
+        (
+            {"axes": [{"outer.inner_steps": [5]}]},
+            "24 steps are no multiple of outer.inner_steps, 5",
+        ),
         ({"axes": [{"outer.local_steps": ["dynamic"]}]}, "use fixed"),
         ({"axes": [{"model.dim": [33]}]}, "tiny: model.dim=33"),
         ({"seeds": [1, 1]}, "different numbers"),
@@ -167,22 +186,31 @@ def test_each_experiment_of_this_repository_has_valid_rows_of_equal_tokens(path)
         tokens = rows.baselines.get(row.row_id, row).config.total_tokens
         assert row.config.total_tokens == tokens
         # Each token uses some of a mixture's experts.
-        num_active = row.num_params if path.stem != "experts" else min(r.num_params for r in rows.rows)
+        num_active = (
+            row.num_params if path.stem != "experts" else min(r.num_params for r in rows.rows)
+        )
         assert 18 < tokens / num_active < 22 or path.stem == "short"
 
 
-def test_fine_tuning_begins_from_exports_with_their_sizes_and_is_another_run_with_other_weights(tmp_path, monkeypatch):
+def test_fine_tuning_begins_from_exports_with_their_sizes_and_is_another_run_with_other_weights(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     experiment = load_experiment(ROOT / "configs/experiments/fine-tuning/fine-tuning.yaml")
     points = [point["model"]["init_from"] for point in build_points(experiment)]
     for number, name in enumerate(points):
         write_folder(tmp_path / name, spread_model(seed=number))
     before = build_rows(experiment).rows
-    assert [row.config.model.init_sha256 for row in before] == [weights_sha256(tmp_path / name) for name in points]
+    assert [row.config.model.init_sha256 for row in before] == [
+        weights_sha256(tmp_path / name) for name in points
+    ]
     assert {row.config.model.dim for row in before} == {BYTE_SIZES.dim}
     shutil.rmtree(tmp_path / points[0])
     write_folder(tmp_path / points[0], spread_model(seed=99))
-    changed = [old.row_id != new.row_id for old, new in zip(before, build_rows(experiment).rows, strict=True)]
+    changed = [
+        old.row_id != new.row_id
+        for old, new in zip(before, build_rows(experiment).rows, strict=True)
+    ]
     assert changed == [True] + [False] * 5
 
 

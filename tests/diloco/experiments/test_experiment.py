@@ -20,9 +20,20 @@ from tests.swarm import GUARD_SECONDS
 
 
 def start(path: Path, *flags: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "diloco", "experiment", str(path), "--out", str(path.parent / "out"), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "diloco",
+        "experiment",
+        str(path),
+        "--out",
+        str(path.parent / "out"),
+        *flags,
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    )
 
 
 def run(path: Path, *flags: str) -> str:
@@ -34,7 +45,9 @@ def run(path: Path, *flags: str) -> str:
 
 def finished(folder: Path) -> dict[str, str]:
     """The results of finished runs by folder."""
-    return {path.parent.name: path.read_text() for path in (folder / "out/runs").glob("*/finished.json")}
+    return {
+        path.parent.name: path.read_text() for path in (folder / "out/runs").glob("*/finished.json")
+    }
 
 
 def last_losses(folder: Path) -> dict[str, dict[str, float]]:
@@ -42,7 +55,9 @@ def last_losses(folder: Path) -> dict[str, dict[str, float]]:
     return {row["label"]: row["losses"] for row in rows}
 
 
-def test_a_row_that_is_added_to_kept_results_runs_alone_and_the_report_has_all(tmp_path: Path) -> None:
+def test_a_row_that_is_added_to_kept_results_runs_alone_and_the_report_has_all(
+    tmp_path: Path,
+) -> None:
     path = write_tiny(tmp_path, seeds=[0], axes=[{"outer.inner_steps": [4]}])
     plan = run(path, "--plan")
     assert "2 runs to make" in plan and "from a calibration" in plan
@@ -60,7 +75,9 @@ def test_a_row_that_is_added_to_kept_results_runs_alone_and_the_report_has_all(t
         "Nesterov 0.7/0.9, H 8, 2 islands, bf16, seed 0 begins"
     ]
     after = {name: json.loads(text) for name, text in finished(tmp_path).items()}
-    assert len(after) == 3 and {name: after[name] for name in before} == {n: json.loads(t) for n, t in before.items()}
+    assert len(after) == 3 and {name: after[name] for name in before} == {
+        n: json.loads(t) for n, t in before.items()
+    }
     summary = (tmp_path / "out/summary.md").read_text()
     assert "| Nesterov 0.7/0.9, H 8, 2 islands, bf16 | 1 |" in summary
     assert sorted(path.stem for path in (tmp_path / "out/plots").iterdir()) == [
@@ -70,13 +87,17 @@ def test_a_row_that_is_added_to_kept_results_runs_alone_and_the_report_has_all(t
         "loss-wall-clock",
     ]
     assert len(last_losses(tmp_path)) == 3
-    (made,) = [run_dir for run_dir in (tmp_path / "out/runs").iterdir() if run_dir.name not in before]
+    (made,) = [
+        run_dir for run_dir in (tmp_path / "out/runs").iterdir() if run_dir.name not in before
+    ]
     assert not list(made.glob("*/checkpoints"))
     assert load_config(made / "config.yaml").name == made.name
 
 
 @pytest.mark.slow
-def test_an_experiment_that_is_killed_in_the_middle_of_runs_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_an_experiment_that_is_killed_in_the_middle_of_runs_ends_as_if_nothing_had_been(
+    tmp_path: Path,
+) -> None:
     longer = {"step_tokens": 256, "tokens": 256 * 400, "evaluations": 3, "islands": 2}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
@@ -85,7 +106,9 @@ def test_an_experiment_that_is_killed_in_the_middle_of_runs_ends_as_if_nothing_h
     path = write_tiny(broken, overrides=longer, seeds=[0])
     process = start(path)
     deadline = time.monotonic() + GUARD_SECONDS
-    while not (saved := list((broken / "out/runs").glob("*/island-1/checkpoints/step-*/manifest.json"))):
+    while not (
+        saved := list((broken / "out/runs").glob("*/island-1/checkpoints/step-*/manifest.json"))
+    ):
         assert time.monotonic() < deadline, "no run has saved"
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
@@ -123,9 +146,17 @@ def test_data_parallel_rows_train_as_the_baseline_of_simulate_does(tmp_path: Pat
     (islands,) = (tmp_path / "out/runs").iterdir()
     arguments = ["baseline", str(islands / "config.yaml"), "--islands", "2", "--ranks", "1"]
     arguments += ["name=plain", f"island.run_dir={tmp_path}"]
-    subprocess.run([sys.executable, "-m", "diloco", *arguments], check=True, timeout=GUARD_SECONDS, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "diloco", *arguments],
+        check=True,
+        timeout=GUARD_SECONDS,
+        capture_output=True,
+    )
     plain = read_island(tmp_path / "plain/baseline")
-    steps = {record.step: record.loss for record in read_run(tmp_path / "first/runs" / ours.name).islands[0].steps}
+    steps = {
+        record.step: record.loss
+        for record in read_run(tmp_path / "first/runs" / ours.name).islands[0].steps
+    }
     assert len(steps) == len(plain.steps) == 24
     for record in plain.steps:
         assert steps[record.step] == pytest.approx(record.loss, rel=1e-4)
@@ -133,5 +164,6 @@ def test_data_parallel_rows_train_as_the_baseline_of_simulate_does(tmp_path: Pat
 
 def test_the_command_is_listed() -> None:
     assert "experiment" in {
-        command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands
+        command.name or getattr(command.callback, "__name__", "")
+        for command in app.registered_commands
     }

@@ -1,4 +1,6 @@
-"""A tiny experiment for tests: two rows of a model of 35k parameters, on text of Python's standard library."""
+"""A tiny experiment for tests: two rows of a model of 35k parameters, on text of Python's standard
+library.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,11 @@ TINY: dict[str, Any] = {
         "model": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64},
         "data": {"source": "files", "seq_len": 32, "heldout_fraction": 0.3},
         "optimizer": {"lr": 1e-2, "warmup_steps": 2, "schedule": "cosine"},
-        "outer": {"inner_steps": 4, "codec": "bf16", "optimizer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
+        "outer": {
+            "inner_steps": 4,
+            "codec": "bf16",
+            "optimizer": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
+        },
         "evaluate": {"tokens": 512},
         "island": {"micro_batch": 2},
     },
@@ -21,7 +27,8 @@ TINY: dict[str, Any] = {
     "seeds": [0, 1],
 }
 TEXT = (
-    "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x, self.y = x, y\n"
+    "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n       "
+    " self.x, self.y = x, y\n"
 )
 
 

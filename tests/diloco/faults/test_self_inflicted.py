@@ -10,7 +10,14 @@ import torch
 
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import FAULTS_FOLDER, build_hooks, claim, request_fault, slow_down
-from diloco.faults.spec import EXAMPLES, Fault, check_nodes_of, check_processes, check_targets, parse_fault
+from diloco.faults.spec import (
+    EXAMPLES,
+    Fault,
+    check_nodes_of,
+    check_processes,
+    check_targets,
+    parse_fault,
+)
 from diloco.faults.storm import TAKES_DOWN, storm
 from diloco.records.faults import FaultRecord, read_faults, record_fault
 from outer.hooks import NO_HOOKS, PHASES
@@ -25,22 +32,40 @@ PAYLOAD = torch.arange(64, dtype=torch.uint8)
         ("kill:1@round=3,back=5", Fault(kind="kill", targets=(1,), round=3, back=5.0)),
         ("kill:bootstrap@round=2", Fault(kind="kill", targets=("bootstrap",), round=2)),
         ("freeze:1@round=3", Fault(kind="freeze", targets=(1,), round=3, seconds=20.0)),
-        ("freeze:0@round=0,phase=vote", Fault(kind="freeze", targets=(0,), round=0, phase="vote", seconds=20.0)),
-        ("cut:0-1@step=40", Fault(kind="cut", targets=(0,), other_side=(1,), step=40, seconds=15.0)),
+        (
+            "freeze:0@round=0,phase=vote",
+            Fault(kind="freeze", targets=(0,), round=0, phase="vote", seconds=20.0),
+        ),
+        (
+            "cut:0-1@step=40",
+            Fault(kind="cut", targets=(0,), other_side=(1,), step=40, seconds=15.0),
+        ),
         ("cut:0@round=1,seconds=2", Fault(kind="cut", targets=(0,), round=1, seconds=2.0)),
         (
             "cut:0+1-2+bootstrap@step=9",
             Fault(kind="cut", targets=(0, 1), other_side=(2, "bootstrap"), step=9, seconds=15.0),
         ),
         ("slow:2x3", Fault(kind="slow", targets=(2,), factor=3.0)),
-        ("slow:2x1.5@second=7.25", Fault(kind="slow", targets=(2,), factor=1.5, second=7.25, seconds=10.0)),
+        (
+            "slow:2x1.5@second=7.25",
+            Fault(kind="slow", targets=(2,), factor=1.5, second=7.25, seconds=10.0),
+        ),
         ("corrupt:1@round=4", Fault(kind="corrupt", targets=(1,), round=4)),
         ("poison:1@round=5,rounds=1", Fault(kind="poison", targets=(1,), round=5, rounds=1)),
         ("join:@round=4", Fault(kind="join", round=4)),
-        ("kill:1@round=3,process=rank1,back=2", Fault(kind="kill", targets=(1,), round=3, process="rank1", back=2.0)),
-        ("freeze:0@step=2,process=daemon", Fault(kind="freeze", targets=(0,), step=2, process="daemon", seconds=20.0)),
+        (
+            "kill:1@round=3,process=rank1,back=2",
+            Fault(kind="kill", targets=(1,), round=3, process="rank1", back=2.0),
+        ),
+        (
+            "freeze:0@step=2,process=daemon",
+            Fault(kind="freeze", targets=(0,), step=2, process="daemon", seconds=20.0),
+        ),
         ("leave:1@round=6", Fault(kind="leave", targets=(1,), round=6)),
-        ("kill:0@round=2,node=1,back=3", Fault(kind="kill", targets=(0,), round=2, node=1, back=3.0)),
+        (
+            "kill:0@round=2,node=1,back=3",
+            Fault(kind="kill", targets=(0,), round=2, node=1, back=3.0),
+        ),
         (
             "freeze:0@round=2,process=agent,node=0",
             Fault(kind="freeze", targets=(0,), round=2, process="agent", node=0, seconds=20.0),
@@ -96,12 +121,16 @@ def test_a_mistyped_fault_is_answered_with_what_was_got_what_is_allowed_and_an_e
 def test_an_island_that_will_not_be_there_is_refused_and_joiners_count():
     with pytest.raises(ConfigError, match="no island 2; allowed: 0 to 1"):
         check_targets([parse_fault("kill:2@round=1")], 2, has_bootstrap=True)
-    check_targets([parse_fault("kill:2@round=9"), parse_fault("join:@round=1")], 2, has_bootstrap=True)
+    check_targets(
+        [parse_fault("kill:2@round=9"), parse_fault("join:@round=1")], 2, has_bootstrap=True
+    )
     with pytest.raises(ConfigError, match="no bootstrap"):
         check_targets([parse_fault("kill:bootstrap@round=1")], 1, has_bootstrap=False)
 
 
-@pytest.mark.parametrize("num_nodes, says", [(1, "the islands have one node each"), (2, "have the nodes 0 to 1")])
+@pytest.mark.parametrize(
+    "num_nodes, says", [(1, "the islands have one node each"), (2, "have the nodes 0 to 1")]
+)
 def test_a_node_that_will_not_be_there_is_refused(num_nodes, says):
     with pytest.raises(ConfigError, match=says):
         check_nodes_of([parse_fault("kill:0@round=1,node=2")], num_nodes)
@@ -120,9 +149,13 @@ def test_a_fault_for_the_launcher_is_refused_in_an_islands_config(tmp_path):
 
 def test_poison_turns_pseudo_gradients_around_in_its_rounds_alone(tmp_path):
     hooks = build_hooks(["poison:1@round=5,rounds=2"], 1, 3, tmp_path)
-    poisoned = [bool(torch.equal(hooks.pseudo_grad(number, VALUES), VALUES * -10)) for number in range(4, 9)]
+    poisoned = [
+        bool(torch.equal(hooks.pseudo_grad(number, VALUES), VALUES * -10)) for number in range(4, 9)
+    ]
     assert poisoned == [False, True, True, False, False]
-    assert torch.equal(build_hooks(["poison:1@round=5"], 1, 0, tmp_path).pseudo_grad(99, VALUES), VALUES * -10)
+    assert torch.equal(
+        build_hooks(["poison:1@round=5"], 1, 0, tmp_path).pseudo_grad(99, VALUES), VALUES * -10
+    )
 
 
 def flipped_bits(payload: torch.Tensor) -> int:
@@ -171,7 +204,9 @@ def test_an_island_kills_itself_at_its_phase_once_over_all_its_lives(tmp_path):
     spec = "kill:1@round=3,phase=decide"
     assert reach_in_child(tmp_path, [spec], 0, 2) == 0, "not before its round"
     assert reach_in_child(tmp_path, [spec], 1, 3) == 0, "rank 0 does it"
-    assert reach_in_child(tmp_path, [spec], 0, 4) == -signal.SIGKILL, "at the first round from then on"
+    assert reach_in_child(tmp_path, [spec], 0, 4) == -signal.SIGKILL, (
+        "at the first round from then on"
+    )
     assert reach_in_child(tmp_path, [spec], 0, 4) == 0, "not again after a restart"
 
 
@@ -192,7 +227,9 @@ def test_a_fault_is_claimed_by_one(tmp_path):
 
 
 def test_a_record_that_was_cut_short_is_left_out(tmp_path):
-    record = FaultRecord(spec="kill:1@round=3", kind="kill", islands=("island-1",), text="killed island-1")
+    record = FaultRecord(
+        spec="kill:1@round=3", kind="kill", islands=("island-1",), text="killed island-1"
+    )
     record_fault(tmp_path, record)
     with (tmp_path / "faults.jsonl").open("a") as file:
         file.write('{"spec": "kill')

@@ -1,4 +1,6 @@
-"""Files for clusters: whole, of the forms that the clusters' programs know, and with commands that load."""
+"""Files for clusters: whole, of the forms that the clusters' programs know, and with commands that
+load.
+"""
 
 import re
 import shlex
@@ -32,7 +34,13 @@ JOB_SET_KEYS = {
     "replicatedJobs": {"name", "groupName", "template", "replicas", "dependsOn"},
 }
 """Keys of a JobSet (jobset.x-k8s.io/v1alpha2) that we use, with the keys that each may have."""
-RULE_KEYS = {"name", "action", "onJobFailureReasons", "onJobFailureMessagePatterns", "targetReplicatedJobs"}
+RULE_KEYS = {
+    "name",
+    "action",
+    "onJobFailureReasons",
+    "onJobFailureMessagePatterns",
+    "targetReplicatedJobs",
+}
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -42,7 +50,9 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "given.yaml"
 
 
-def write(target: Target, config: Path, *overrides: str, options: ClusterOptions = OPTIONS) -> list[Path]:
+def write(
+    target: Target, config: Path, *overrides: str, options: ClusterOptions = OPTIONS
+) -> list[Path]:
     return write_launch_files(target, config, overrides, config.parent / "out", options)
 
 
@@ -52,14 +62,22 @@ def objects(path: Path) -> dict[str, Any]:
 
 def pod_of(path: Path) -> dict[str, Any]:
     found = objects(path)
-    spec = found["Job"]["spec"] if "Job" in found else found["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    spec = (
+        found["Job"]["spec"]
+        if "Job" in found
+        else found["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    )
     return spec["template"]["spec"]
 
 
 @pytest.mark.parametrize("target", ["slurm", "kubernetes", "skypilot"])
-def test_every_target_gets_the_config_of_the_run_and_a_file_for_each_island(target: Target, config: Path) -> None:
+def test_every_target_gets_the_config_of_the_run_and_a_file_for_each_island(
+    target: Target, config: Path
+) -> None:
     written = write(target, config, "outer.codec=int4")
-    assert [path.stem for path in written] == ["island-0", "island-1"] and all(path.is_file() for path in written)
+    assert [path.stem for path in written] == ["island-0", "island-1"] and all(
+        path.is_file() for path in written
+    )
     assert (config.parent / "out/run.yaml").read_text().endswith(CONFIG)
     assert all("outer.codec=int4" in path.read_text() for path in written)
 
@@ -106,26 +124,45 @@ def test_the_settings_of_a_pods_command_load(config: Path, index: int) -> None:
     loaded = load_config(config.parent / "out/run.yaml", settings)
     assert loaded.run.hash == load_config(config, ["outer.codec=int4"]).run.hash
     island = loaded.for_island(index)
-    assert island.bootstrap == (ADDRESS,) and island.run_key_file == "/key/key" and island.ranks == (8, 16)[index]
+    assert (
+        island.bootstrap == (ADDRESS,)
+        and island.run_key_file == "/key/key"
+        and island.ranks == (8, 16)[index]
+    )
 
 
 def test_a_node_of_skypilot_fills_in_the_addresses(config: Path) -> None:
     task = yaml.safe_load(write("skypilot", config)[1].read_text())
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
-    node = {"PATH": "/usr/bin:/bin", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1"}
+    node = {
+        "PATH": "/usr/bin:/bin",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NODE_RANK": "1",
+    }
     script = task["run"].replace("exec python", "printf '%s\\n' python")
-    done = subprocess.run(["bash", "-c", script], env=node, capture_output=True, text=True, timeout=60, check=True)
-    assert {"--rdzv-endpoint=10.0.0.1:29500", "island.listen_host=10.0.0.2"} <= set(done.stdout.splitlines())
+    done = subprocess.run(
+        ["bash", "-c", script], env=node, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert {"--rdzv-endpoint=10.0.0.1:29500", "island.listen_host=10.0.0.2"} <= set(
+        done.stdout.splitlines()
+    )
 
 
 def test_a_slurm_file_submits_the_islands_job(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "sbatch").write_text('#!/bin/sh\necho "$DILOCO_INDEX $DILOCO_BOOTSTRAP $DILOCO_PYTHON $@"\n')
+    (tmp_path / "sbatch").write_text(
+        '#!/bin/sh\necho "$DILOCO_INDEX $DILOCO_BOOTSTRAP $DILOCO_PYTHON $@"\n'
+    )
     (tmp_path / "sbatch").chmod(0o755)
     path = write("slurm", config, "outer.codec=int4")[1]
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", path, "--time", "1"], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", path, "--time", "1"], env=environment, capture_output=True, text=True, timeout=60
+    )
     script = config.parent / "out/slurm.sh"
-    expected = f"1 {ADDRESS} {sys.executable} --nodes 2 --gpus-per-node 8 --time 1 {script} outer.codec=int4"
+    expected = (
+        f"1 {ADDRESS} {sys.executable} --nodes 2 --gpus-per-node 8 --time 1 {script} "
+        "outer.codec=int4"
+    )
     assert shlex.split(done.stdout) == shlex.split(expected)
     assert script.is_file()
 

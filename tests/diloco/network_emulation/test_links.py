@@ -77,11 +77,19 @@ def is_alive(pid: int) -> bool:
 
 
 def test_rates_and_times_are_read_with_their_units():
-    assert [parse_bits_per_second(text) for text in ("100mbit", "2.5 Gbit/s", "64kbit")] == [1e8, 2.5e9, 64e3]
-    assert [parse_seconds(text) for text in ("50ms", "0.5s", "20us", "0ms")] == pytest.approx([0.05, 0.5, 2e-5, 0])
+    assert [parse_bits_per_second(text) for text in ("100mbit", "2.5 Gbit/s", "64kbit")] == [
+        1e8,
+        2.5e9,
+        64e3,
+    ]
+    assert [parse_seconds(text) for text in ("50ms", "0.5s", "20us", "0ms")] == pytest.approx(
+        [0.05, 0.5, 2e-5, 0]
+    )
 
 
-@pytest.mark.parametrize("text", ["", "100", "mbit", "100mb", "-1mbit", "0mbit", "nanmbit", "1e400gbit", "1,5gbit"])
+@pytest.mark.parametrize(
+    "text", ["", "100", "mbit", "100mb", "-1mbit", "0mbit", "nanmbit", "1e400gbit", "1,5gbit"]
+)
 def test_a_mistyped_rate_is_refused_with_what_is_allowed(text: str):
     with pytest.raises(ConfigError, match=r"is not a bit rate; allowed: .*bit, kbit, mbit, gbit"):
         parse_bits_per_second(text)
@@ -150,11 +158,19 @@ def test_a_frame_leaves_by_the_port_of_its_address_by_all_if_it_is_for_all_and_e
     ports = dict.fromkeys([1, 2, 3])
 
     def to(address: str) -> list[int]:
-        return destinations(bytes(OFFLOAD_HEADER) + bytes.fromhex(address.replace(":", "")), 1, ports)  # type: ignore[arg-type]
+        return destinations(
+            bytes(OFFLOAD_HEADER) + bytes.fromhex(address.replace(":", "")), 1, ports
+        )  # type: ignore[arg-type]
 
     assert to(link_layer_address(2)) == [2]
     assert to("ff:ff:ff:ff:ff:ff") == [2, 3]
-    assert to(link_layer_address(1)) == to(link_layer_address(9)) == to("02:00:00:00:00:00") == to("") == []
+    assert (
+        to(link_layer_address(1))
+        == to(link_layer_address(9))
+        == to("02:00:00:00:00:00")
+        == to("")
+        == []
+    )
 
 
 @needs_root
@@ -184,7 +200,12 @@ def test_a_link_with_a_round_trip_delays_both_ways_and_can_be_cut():
         net.cut([a], [b])
         with pytest.raises(subprocess.CalledProcessError), serving(b):
             code = f"import socket; socket.create_connection(({b.host!r}, 7002), 0.6)"
-            subprocess.run(a.command(sys.executable, "-S", "-c", code), check=True, capture_output=True, timeout=180)
+            subprocess.run(
+                a.command(sys.executable, "-S", "-c", code),
+                check=True,
+                capture_output=True,
+                timeout=180,
+            )
         assert seconds_to_send(1, a, c) >= 0.95 * RTT.rtt
         net.heal([a], [b])
         assert seconds_to_send(1, b, a) >= 0.95 * RTT.rtt
@@ -225,7 +246,9 @@ def test_more_than_the_relay_carries_is_said():
         if net.relay is None:
             pytest.skip("this kernel has netem")
         assert relay_warning(net, Links(AccessLink(1e9, 0.05)), 2) is None
-        assert "about 2 Gbit/s in all" in (relay_warning(net, Links(AccessLink(1e9, 0.05)), 4) or "")
+        assert "about 2 Gbit/s in all" in (
+            relay_warning(net, Links(AccessLink(1e9, 0.05)), 4) or ""
+        )
 
 
 @needs_root

@@ -45,13 +45,19 @@ with socket.create_connection((sys.argv[1], 7004), 10) as connection:
         except TimeoutError:
             print("nothing", flush=True)
 """
-CLIENT = "import socket, sys; print(socket.create_connection((sys.argv[1], 7003), 1).recv(99).decode())"
+CLIENT = (
+    "import socket, sys; print(socket.create_connection((sys.argv[1], 7003), 1).recv(99).decode())"
+)
 
 
 def dialled(place: Namespace, host: str) -> str:
-    """The address from which a server at `host` sees a client in this namespace, or "" if the client gets nowhere."""
+    """The address from which a server at `host` sees a client in this namespace, or "" if the
+    client gets nowhere.
+    """
     command = place.command(sys.executable, "-S", "-c", CLIENT, host)
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30).stdout.strip()
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=30
+    ).stdout.strip()
 
 
 @pytest.mark.skipif(not CAN, reason="a NAT needs root and nft")
@@ -78,7 +84,9 @@ def test_what_is_behind_a_nat_dials_out_by_its_routers_address_and_is_not_reache
     assert name not in list_namespaces()
 
 
-@pytest.mark.skipif(not CAN or shutil.which("conntrack") is None, reason="a NAT needs root, nft and conntrack")
+@pytest.mark.skipif(
+    not CAN or shutil.which("conntrack") is None, reason="a NAT needs root, nft and conntrack"
+)
 def test_a_nat_that_forgets_leaves_open_connections_dead_and_lets_new_ones_through():
     with open_net() as net:
         outside, router = net.add(), net.add()
@@ -87,7 +95,9 @@ def test_a_nat_that_forgets_leaves_open_connections_dead_and_lets_new_ones_throu
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(outside.command(sys.executable, "-S", "-c", ECHO), **pipes) as server:
             assert server.stdout is not None and server.stdout.readline() == "ready\n"
-            with subprocess.Popen(inside.command(sys.executable, "-S", "-c", ASKER, outside.host), **pipes) as client:
+            with subprocess.Popen(
+                inside.command(sys.executable, "-S", "-c", ASKER, outside.host), **pipes
+            ) as client:
                 assert client.stdin is not None and client.stdout is not None
                 heard = []
                 for seconds in (10, 1):
@@ -97,7 +107,9 @@ def test_a_nat_that_forgets_leaves_open_connections_dead_and_lets_new_ones_throu
                     forget_connections(router)
                 client.kill()
             server.kill()
-        with subprocess.Popen(outside.command(sys.executable, "-S", "-c", SERVER), **pipes) as server:
+        with subprocess.Popen(
+            outside.command(sys.executable, "-S", "-c", SERVER), **pipes
+        ) as server:
             assert server.stdout is not None and server.stdout.readline() == "ready\n"
             assert dialled(inside, outside.host) == router.host
             server.kill()
@@ -114,7 +126,10 @@ def test_what_is_behind_a_closed_router_gets_nowhere_but_the_router_does():
             outside.command(sys.executable, "-S", "-c", SERVER), stdout=subprocess.PIPE, text=True
         ) as server:
             assert server.stdout is not None and server.stdout.readline() == "ready\n"
-            assert dialled(site.nodes[0], outside.host) == "" and dialled(router, outside.host) == router.host
+            assert (
+                dialled(site.nodes[0], outside.host) == ""
+                and dialled(router, outside.host) == router.host
+            )
             server.kill()
         first, second = site.nodes
         with subprocess.Popen(

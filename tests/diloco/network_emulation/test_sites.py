@@ -13,7 +13,9 @@ from diloco.network_emulation.namespaces import Namespace, open_net
 from diloco.network_emulation.node_view import NodeView
 from diloco.network_emulation.sites import build_site
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="namespaces need root")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="namespaces need root"
+)
 DIAL = """
 import socket, sys
 from contextlib import suppress
@@ -24,13 +26,19 @@ while True:
     with suppress(OSError): connection.sendall(host.encode())
     connection.close()
 """
-ASK = "import socket, sys; print(socket.create_connection((sys.argv[1], 7004), 1).recv(99).decode())"
+ASK = (
+    "import socket, sys; print(socket.create_connection((sys.argv[1], 7004), 1).recv(99).decode())"
+)
 
 
 def dial(place: Namespace, host: str) -> str:
-    """The address from which a server at `host` sees a client in this namespace, "" if there is no way."""
+    """The address from which a server at `host` sees a client in this namespace, "" if there is no
+    way.
+    """
     command = place.command(sys.executable, "-S", "-c", ASK, host)
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30).stdout.strip()
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=30
+    ).stdout.strip()
 
 
 def test_nodes_and_islands_reach_one_another_until_two_nodes_are_cut():
@@ -56,7 +64,9 @@ def test_nodes_and_islands_reach_one_another_until_two_nodes_are_cut():
 
 
 def run_in(view: NodeView, *words: str) -> str:
-    """What a command prints that runs with the view, in a mount namespace as that of `ip netns exec`."""
+    """What a command prints that runs with the view, in a mount namespace as that of `ip netns
+    exec`.
+    """
     command = ["unshare", "--mount", *view.command(*words)]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
@@ -66,8 +76,13 @@ def test_a_node_sees_what_is_shared_and_no_other_temporary_file(tmp_path: Path):
     for folder in (shared, own):
         folder.mkdir()
         (folder / "file").write_text(folder.name)
-    view = NodeView("island-0-node-1", {"island-0-node-0": "10.0.0.1"}, [str(shared), str(Path.cwd())])
-    look = f"cat {shared}/file; test -e {own} && echo seen; ls /dev/shm; touch /dev/shm/diloco-node; touch {shared}/new"
+    view = NodeView(
+        "island-0-node-1", {"island-0-node-0": "10.0.0.1"}, [str(shared), str(Path.cwd())]
+    )
+    look = (
+        f"cat {shared}/file; test -e {own} && echo seen; ls /dev/shm; touch "
+        f"/dev/shm/diloco-node; touch {shared}/new"
+    )
     assert run_in(view, "sh", "-c", look) == "shared"
     assert (shared / "new").exists() and not Path("/dev/shm/diloco-node").exists()
 
@@ -75,5 +90,8 @@ def test_a_node_sees_what_is_shared_and_no_other_temporary_file(tmp_path: Path):
 def test_a_node_has_a_host_name_of_its_own_and_knows_those_of_the_others():
     view = NodeView("island-0-node-1", {"island-0-node-0": "10.0.0.1"}, [str(Path.cwd())])
     assert run_in(view, "hostname").strip() == "island-0-node-1"
-    assert run_in(view, "getent", "hosts", "island-0-node-0").split() == ["10.0.0.1", "island-0-node-0"]
+    assert run_in(view, "getent", "hosts", "island-0-node-0").split() == [
+        "10.0.0.1",
+        "island-0-node-0",
+    ]
     assert socket.gethostname() != "island-0-node-1"

@@ -26,10 +26,22 @@ def own_config(
     more: dict[str, Any] | None = None,
     **outer: Any,
 ) -> dict[str, Any]:
-    """The config of island `index` of a swarm of tests, as a loop of one's own has it, with `more` sections."""
+    """The config of island `index` of a swarm of tests, as a loop of one's own has it, with `more`
+    sections.
+    """
     there = config.for_island(index)
-    own = {"index": index, "bootstrap": list(there.bootstrap), "run_dir": there.run_dir, "connect_seconds": 20}
-    rules = {"rounds": ROUNDS, "inner_steps": STEPS, "transport": "gloo", "start_islands": len(config.islands)}
+    own = {
+        "index": index,
+        "bootstrap": list(there.bootstrap),
+        "run_dir": there.run_dir,
+        "connect_seconds": 20,
+    }
+    rules = {
+        "rounds": ROUNDS,
+        "inner_steps": STEPS,
+        "transport": "gloo",
+        "start_islands": len(config.islands),
+    }
     rules |= {"wait_seconds": 60.0, "part_elements": 1024}
     return {"name": "own", "outer": rules | outer, "island": own | (island or {})} | (more or {})
 
@@ -49,7 +61,9 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> f
     return loss.item()
 
 
-def finish(islands: diloco.Islands, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelAndDigest:
+def finish(
+    islands: diloco.Islands, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> ModelAndDigest:
     """Train until the run is over. Returns the model's state and the digest."""
     for unit in islands.units():
         loss = one_step(model, optimizer, unit)
@@ -57,7 +71,9 @@ def finish(islands: diloco.Islands, model: nn.Module, optimizer: torch.optim.Opt
     return model.state_dict(), islands.digest
 
 
-def train_small(seed: int = 0, island: dict[str, Any] | None = None, **outer: Any) -> Callable[[Config, int], Any]:
+def train_small(
+    seed: int = 0, island: dict[str, Any] | None = None, **outer: Any
+) -> Callable[[Config, int], Any]:
     """The work of an island that trains the small model to the end."""
 
     def work(config: Config, index: int) -> ModelAndDigest:
@@ -74,9 +90,11 @@ def saved_at(folder: Path, index: int) -> Path:
 
 
 def train_saving_and_die(folder: Path, steps: int, **outer: Any) -> Callable[[Config, int], Any]:
-    """The work of an island that saves after so many steps, makes one more and is killed before it counts that.
+    """The work of an island that saves after so many steps, makes one more and is killed before it
+    counts that.
 
-    It is killed when all have saved: one that dies with its vote on the way leaves the others waiting for it.
+    It is killed when all have saved: one that dies with its vote on the way leaves the others
+    waiting for it.
     """
 
     def work(config: Config, index: int) -> None:
@@ -92,7 +110,10 @@ def train_saving_and_die(folder: Path, steps: int, **outer: Any) -> Callable[[Co
             islands.step(tokens=TOKENS)
             if made + 1 == steps:
                 parts = {"model": model, "optimizer": optimizer, "islands": islands}
-                torch.save({name: part.state_dict() for name, part in parts.items()}, saved_at(folder, index))
+                torch.save(
+                    {name: part.state_dict() for name, part in parts.items()},
+                    saved_at(folder, index),
+                )
 
     return work
 
@@ -106,7 +127,9 @@ def train_from_saved(folder: Path, **outer: Any) -> Callable[[Config, int], Any]
         model.load_state_dict(saved["model"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         optimizer.load_state_dict(saved["optimizer"])
-        islands = diloco.Islands(own_config(config, index, **outer), model, optimizer, state=saved["islands"])
+        islands = diloco.Islands(
+            own_config(config, index, **outer), model, optimizer, state=saved["islands"]
+        )
         return finish(islands, model, optimizer)
 
     return work

@@ -1,4 +1,6 @@
-"""Buffers of a model of one's own: what is averaged, what a joiner takes, what is refused, what is told."""
+"""Buffers of a model of one's own: what is averaged, what a joiner takes, what is refused, what is
+told.
+"""
 
 import logging
 import re
@@ -38,16 +40,24 @@ def train_normalised(config: Config, index: int) -> Any:
     joiner = folder_of(config, 2) / "metrics.jsonl"
     for unit in islands.units():
         if islands.round == 3 and index < 2:
-            until(lambda: any(each.get("name") == "joined" for each in read_records(joiner)), "the joiner has entered")
+            until(
+                lambda: any(each.get("name") == "joined" for each in read_records(joiner)),
+                "the joiner has entered",
+            )
         islands.step(tokens=TOKENS, loss=one_step(model, optimizer, unit))
     return entered, model.state_dict(), islands.digest
 
 
-def test_running_statistics_are_averaged_and_a_joiner_takes_all_that_is_named(tmp_path: Path) -> None:
+def test_running_statistics_are_averaged_and_a_joiner_takes_all_that_is_named(
+    tmp_path: Path,
+) -> None:
     with swarm(tmp_path, islands=[{}, {}, {}]) as made:
         started = [made.start(index, train_normalised) for index in range(2)]
         records = tmp_path / "own" / "island-0" / "metrics.jsonl"
-        until(lambda: any(each["kind"] == "round" for each in read_records(records)), "a round is committed")
+        until(
+            lambda: any(each["kind"] == "round" for each in read_records(records)),
+            "a round is committed",
+        )
         started.append(made.start(2, train_normalised))
         for island in started:
             island.finish()
@@ -75,7 +85,10 @@ class Many(nn.Module):
 @pytest.mark.parametrize(
     "named, text",
     [
-        ({"means": "mean"}, "the model has no buffer 'means'; its buffers: mean, count, phase, nothing, ..."),
+        (
+            {"means": "mean"},
+            "the model has no buffer 'means'; its buffers: mean, count, phase, nothing, ...",
+        ),
         ({"mean": "sum"}, "got 'sum' for 'mean'; allowed: mean, donor"),
         ({"mean": "mean", "m*": "donor"}, "'mean' is named both as mean and as donor"),
         ({"count": "mean"}, "'count' is int64, of which there is no mean; name it as donor"),
@@ -90,11 +103,16 @@ def test_a_buffer_that_islands_cannot_share_is_refused(named: dict[str, str], te
 
 
 def test_named_buffers_are_part_of_the_runs_identity() -> None:
-    texts = [OwnBuffers(RankGroup(), Many(), named).text for named in (None, {"mean": "mean"}, {"mean": "donor"})]
+    texts = [
+        OwnBuffers(RankGroup(), Many(), named).text
+        for named in (None, {"mean": "mean"}, {"mean": "donor"})
+    ]
     assert texts[0] == "" and len(set(texts)) == 3
 
 
-def test_a_buffer_that_changes_and_is_not_named_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_buffer_that_changes_and_is_not_named_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = normalised()
     watched = OwnBuffers(RankGroup(), model, {"1.running_var": "mean"})
     with caplog.at_level(logging.WARNING):
@@ -104,10 +122,15 @@ def test_a_buffer_that_changes_and_is_not_named_is_told_once(caplog: pytest.LogC
         watched.watch.warn_of_changes()
         watched.watch.warn_of_changes()
     assert len(caplog.records) == 1
-    assert "each island has its own: 1.running_mean. If" in caplog.text and "running_var" not in caplog.text
+    assert (
+        "each island has its own: 1.running_mean. If" in caplog.text
+        and "running_var" not in caplog.text
+    )
 
 
-def test_a_buffer_that_is_written_with_equal_values_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_buffer_that_is_written_with_equal_values_is_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = normalised()
     watched = OwnBuffers(RankGroup(), model, None)
     model.load_state_dict(model.state_dict())

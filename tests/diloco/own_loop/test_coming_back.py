@@ -1,4 +1,6 @@
-"""An island of somebody's trainer that comes when the run goes on already: its step and its learning rate."""
+"""An island of somebody's trainer that comes when the run goes on already: its step and its
+learning rate.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ def share(step: int) -> float:
 
 def rounds(config: Config) -> int:
     """Those that the first island has committed."""
-    return sum(record["kind"] == "round" for record in read_records(folder_of(config, 0) / "metrics.jsonl"))
+    return sum(
+        record["kind"] == "round" for record in read_records(folder_of(config, 0) / "metrics.jsonl")
+    )
 
 
 def begin(config: Config, index: int) -> None:
@@ -37,7 +41,10 @@ def begin(config: Config, index: int) -> None:
             one_step(model, optimizer, unit)
             islands.step(tokens=TOKENS)
             if islands.round == 3:
-                until(lambda: bool(read_records(folder_of(config, 1) / "metrics.jsonl")), "the other has entered")
+                until(
+                    lambda: bool(read_records(folder_of(config, 1) / "metrics.jsonl")),
+                    "the other has entered",
+                )
 
 
 class WithLoss(nn.Module):
@@ -62,7 +69,9 @@ def come_by_trainer(config: Config, index: int) -> list[tuple[int, float]]:
     seen: list[tuple[int, float]] = []
 
     class Look(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        def on_pre_optimizer_step(
+            self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
+        ) -> None:
             seen.append((state.global_step, optimizer.param_groups[0]["lr"]))
 
     arguments = TrainingArguments(
@@ -82,7 +91,10 @@ def come_by_trainer(config: Config, index: int) -> list[tuple[int, float]]:
         arguments,
         train_dataset=data,  # pyright: ignore[reportArgumentType]
         callbacks=[IslandsCallback(own_config(config, index, {"joins": True}, **RUN)), Look()],
-        optimizers=((optimizer := torch.optim.SGD(model.parameters(), lr=1.0)), LambdaLR(optimizer, share)),
+        optimizers=(
+            (optimizer := torch.optim.SGD(model.parameters(), lr=1.0)),
+            LambdaLR(optimizer, share),
+        ),
     )
     trainer.train()
     assert trainer.state.global_step == 5 * STEPS
@@ -94,7 +106,9 @@ def come_by_fabric(config: Config, index: int) -> list[tuple[int, float]]:
 
     from diloco.own_loop.fabric import IslandsCallback
 
-    callback = IslandsCallback(own_config(config, index, {"joins": True}, **RUN), tokens_per_step=TOKENS)
+    callback = IslandsCallback(
+        own_config(config, index, {"joins": True}, **RUN), tokens_per_step=TOKENS
+    )
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=[callback])
     fabric.launch()
     model = small_model(seed=1)

@@ -36,12 +36,18 @@ class Bigram(nn.Module):
         return self.table(tokens)
 
 
-def config_with_data(config: Config, index: int, more: dict[str, Any] | None = None, **outer: Any) -> dict[str, Any]:
-    """The config of a loop that reads the text of a swarm; `more` sections replace those that all have."""
+def config_with_data(
+    config: Config, index: int, more: dict[str, Any] | None = None, **outer: Any
+) -> dict[str, Any]:
+    """The config of a loop that reads the text of a swarm; `more` sections replace those that all
+    have.
+    """
     there = config.for_island(index)
     place = {"cache_dir": there.cache_dir, "data_paths": config.data.paths}
     own = own_config(config, index, place, **outer)
-    return own | {"data": DATA, "optimizer": {"tokens_per_step": SEQ_LEN * SEQUENCES}} | (more or {})
+    return (
+        own | {"data": DATA, "optimizer": {"tokens_per_step": SEQ_LEN * SEQUENCES}} | (more or {})
+    )
 
 
 IN_SHARDS = DATA | {"order": "shards", "shard_tokens": 256}
@@ -57,7 +63,9 @@ SHAPES = [(4, 8)] * 4 + [(4, 16)] * 2 + [(2, 8)] * 4
 def train_bigram(
     stop_after: int | None = None, more: dict[str, Any] | None = None, **outer: Any
 ) -> Callable[[Config, int], Any]:
-    """The work of an island that trains on the run's text. Returns what it read: (inputs, targets) of each batch."""
+    """The work of an island that trains on the run's text. Returns what it read: (inputs, targets)
+    of each batch.
+    """
 
     def work(config: Config, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if config.for_island(index).ranks > 1:
@@ -104,10 +112,11 @@ def test_stages_change_the_batches_of_text_in_shards(tmp_path: Path) -> None:
 
 
 def train_staged(saved_after: int | None = None) -> Callable[[Config, int], str]:
-    """The work of an island in a run with STAGES, whose learning rate follows them. Returns the last digest.
+    """The work of an island in a run with STAGES, whose learning rate follows them. Returns the
+    last digest.
 
-    It goes on from what was saved, if anything was. With `saved_after` it saves after so many steps, makes one more and
-    is killed.
+    It goes on from what was saved, if anything was. With `saved_after` it saves after so many
+    steps, makes one more and is killed.
     """
 
     def work(config: Config, index: int) -> str:
@@ -161,7 +170,10 @@ def test_the_ranks_of_an_island_share_each_unit(tmp_path: Path) -> None:
         two = made.start(0, train_bigram())
         two.finish()
         first = two.result()
-    assert all(torch.equal(all_of[0][: SEQUENCES // 2], half[0]) for all_of, half in zip(whole, first, strict=True))
+    assert all(
+        torch.equal(all_of[0][: SEQUENCES // 2], half[0])
+        for all_of, half in zip(whole, first, strict=True)
+    )
 
 
 def test_an_island_that_leaves_gives_its_units_to_the_other(tmp_path: Path) -> None:
@@ -171,7 +183,9 @@ def test_an_island_that_leaves_gives_its_units_to_the_other(tmp_path: Path) -> N
         for island in made.started:
             island.finish()
     islands = read_run(tmp_path / "own").islands
-    of_first = {unit for record in islands[0].rounds if record.committed for unit in units_of(record)}
+    of_first = {
+        unit for record in islands[0].rounds if record.committed for unit in units_of(record)
+    }
     read_in_vain = STEPS * 2 + 1  # the second island made one step of its second round
     account = data_account(islands)
     assert account["units_repeated"] == 0

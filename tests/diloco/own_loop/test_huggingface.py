@@ -32,7 +32,12 @@ from diloco.own_loop.model.params import describe, trained_params
 
 def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes)).float()
 
 
@@ -45,16 +50,38 @@ def train(
     callbacks: Sequence[TrainerCallback] = (),
     **changes: Any,
 ) -> IslandsCallback:
-    """Train alone, with rounds in flight, until the run of six steps is over or as `changes` of the arguments say."""
-    outer = {"transport": "loopback", "rounds": 3, "inner_steps": 2, "delay": delay, "start_islands": 1}
-    callback = IslandsCallback({"name": name, "outer": outer, "island": {"run_dir": str(folder / "runs")}})
-    fields = {"max_steps": 100, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "save_steps": 3}
-    fields |= {"per_device_train_batch_size": 2, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    """Train alone, with rounds in flight, until the run of six steps is over or as `changes` of the
+    arguments say.
+    """
+    outer = {
+        "transport": "loopback",
+        "rounds": 3,
+        "inner_steps": 2,
+        "delay": delay,
+        "start_islands": 1,
+    }
+    callback = IslandsCallback(
+        {"name": name, "outer": outer, "island": {"run_dir": str(folder / "runs")}}
+    )
+    fields = {
+        "max_steps": 100,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "save_steps": 3,
+    }
+    fields |= {
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
     arguments = TrainingArguments(output_dir=str(folder / name), **(fields | changes))
     rows = torch.arange(16).repeat(400, 1).tolist()
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
     held_out = dataset.select(range(2))
-    trainer = Trainer(tiny_llama(), arguments, train_dataset=dataset, eval_dataset=held_out, callbacks=[callback])
+    trainer = Trainer(
+        tiny_llama(), arguments, train_dataset=dataset, eval_dataset=held_out, callbacks=[callback]
+    )
     for other in callbacks:
         trainer.add_callback(other)
     trainer.train(resume_from_checkpoint=resume)
@@ -73,7 +100,9 @@ def test_a_trainer_that_resumes_without_the_state_of_islands_is_refused(tmp_path
     train(tmp_path, "broken", max_steps=4)
     checkpoint = tmp_path / "broken" / "checkpoint-3"
     (checkpoint / "islands-0.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"islands-0\.safetensors does not exist: .* load the checkpoint's model"):
+    with pytest.raises(
+        ConfigError, match=r"islands-0\.safetensors does not exist: .* load the checkpoint's model"
+    ):
         train(tmp_path, "broken", resume=str(checkpoint))
 
 
@@ -83,7 +112,9 @@ class SaveAt(TrainerCallback):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         if state.global_step == self._step:
             control.should_save = True
 
@@ -91,19 +122,32 @@ class SaveAt(TrainerCallback):
 class SaveEvaluated(TrainerCallback):
     """Asks for a checkpoint after each evaluation."""
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         control.should_save = True
 
 
-BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "metric_for_best_model": "loss"}
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "best",
+    "metric_for_best_model": "loss",
+}
 
 
 @pytest.mark.parametrize(
     "step, settings",
     [
         pytest.param(2, {"delay": 1, **BEST}, id="the best"),
-        pytest.param(2, {"delay": 1, **BEST, "load_best_model_at_end": True}, id="the best, loaded at the end"),
-        pytest.param(4, {"delay": 0, "callbacks": [SaveAt(1), SaveAt(4)]}, id="callbacks behind ours"),
+        pytest.param(
+            2,
+            {"delay": 1, **BEST, "load_best_model_at_end": True},
+            id="the best, loaded at the end",
+        ),
+        pytest.param(
+            4, {"delay": 0, "callbacks": [SaveAt(1), SaveAt(4)]}, id="callbacks behind ours"
+        ),
         pytest.param(
             4,
             {
@@ -122,12 +166,16 @@ def test_a_checkpoint_holds_the_state_of_its_own_step_whoever_asks_for_it(
 ) -> None:
     whole = train(tmp_path, "whole", **settings)
     train(tmp_path, "broken", **settings | {"max_steps": step + 1})
-    resumed = train(tmp_path, "broken", **settings, resume=str(tmp_path / "broken" / f"checkpoint-{step}"))
+    resumed = train(
+        tmp_path, "broken", **settings, resume=str(tmp_path / "broken" / f"checkpoint-{step}")
+    )
     assert resumed.islands.digest == whole.islands.digest
 
 
 def test_a_checkpoint_that_a_later_callback_asks_for_in_a_round_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="at step 2 because of a callback that asked for it after IslandsCallback"):
+    with pytest.raises(
+        ConfigError, match="at step 2 because of a callback that asked for it after IslandsCallback"
+    ):
         train(tmp_path, "late", delay=1, callbacks=[SaveAt(2)])
 
 

@@ -40,7 +40,14 @@ from tests.diloco.own_loop.loops import (
 from tests.faults.waits import until
 from tests.swarm import GUARD_SECONDS, Island, read_records, swarm
 
-STREAMED = {"fragments": 2, "fragment_pattern": "balanced", "delay": 1, "inner_steps": 4, "codec": "int4", "rounds": 2}
+STREAMED = {
+    "fragments": 2,
+    "fragment_pattern": "balanced",
+    "delay": 1,
+    "inner_steps": 4,
+    "codec": "int4",
+    "rounds": 2,
+}
 
 
 def records(folder: Path, kind: str, index: int = 0) -> list[dict[str, Any]]:
@@ -63,7 +70,9 @@ def assert_equal_ends(islands: list[Island]) -> None:
         pytest.param({"moments": [1, 2]}, id="moments", marks=pytest.mark.slow),
     ],
 )
-def test_two_loops_of_ones_own_end_with_the_same_digest(tmp_path: Path, outer: dict[str, Any]) -> None:
+def test_two_loops_of_ones_own_end_with_the_same_digest(
+    tmp_path: Path, outer: dict[str, Any]
+) -> None:
     with swarm(tmp_path, islands=[{}, {}]) as made:
         for island in made.start_all(train_small(**outer)):
             island.finish()
@@ -77,7 +86,9 @@ def test_rounds_and_steps_are_recorded(tmp_path: Path) -> None:
     steps, rounds = records(tmp_path, "step"), records(tmp_path, "round")
     assert [step["step"] for step in steps] == list(range(1, ROUNDS * STEPS + 1))
     assert all(step["loss"] > 0 and step["lr"] == 1e-2 for step in steps)
-    assert [(each["committed"], each["tokens"]) for each in rounds] == [(True, STEPS * TOKENS)] * ROUNDS
+    assert [(each["committed"], each["tokens"]) for each in rounds] == [
+        (True, STEPS * TOKENS)
+    ] * ROUNDS
 
 
 def test_a_loop_of_ones_own_tells_its_operator_of_a_full_disk(tmp_path: Path) -> None:
@@ -130,7 +141,9 @@ def test_a_joiner_that_comes_before_the_first_commit_waits_for_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("outer", [{}, STREAMED], ids=["plain", "streamed, int4"])
-def test_islands_killed_in_a_round_end_as_if_nothing_had_been(tmp_path: Path, outer: dict[str, Any]) -> None:
+def test_islands_killed_in_a_round_end_as_if_nothing_had_been(
+    tmp_path: Path, outer: dict[str, Any]
+) -> None:
     both = outer | {"quorum": 2}
     with swarm(tmp_path / "whole", islands=[{}, {}]) as made:
         for island in made.start_all(train_small(**both)):
@@ -157,7 +170,10 @@ def fsdp2(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("wrap", [ddp, fsdp2])
 def test_an_island_of_two_ranks_and_one_of_one_rank_agree(tmp_path: Path, wrap: Any) -> None:
     with swarm(tmp_path, islands=[{"ranks": 2}, {}]) as made:
-        two, one = made.start(0, train_on_ranks(wrap)), made.start(1, train_on_ranks(lambda model: model))
+        two, one = (
+            made.start(0, train_on_ranks(wrap)),
+            made.start(1, train_on_ranks(lambda model: model)),
+        )
         for island in (two, one):
             island.finish()
         assert two.result() == one.result()
@@ -182,7 +198,9 @@ def test_what_fsdp2_has_gathered_for_an_evaluation_is_no_other_parameter(tmp_pat
 
 
 @pytest.mark.parametrize("sizes", [(4, 5), (4, 4)], ids=["other shapes", "other values"])
-def test_stages_that_are_numbered_from_0_on_each_rank_are_refused(tmp_path: Path, sizes: tuple[int, int]) -> None:
+def test_stages_that_are_numbered_from_0_on_each_rank_are_refused(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
     def work(config: Config, index: int) -> None:
         dist.init_process_group("gloo")
         torch.manual_seed(dist.get_rank())
@@ -205,7 +223,9 @@ def test_only_parameters_that_require_gradients_travel(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model[1].parameters(), lr=1e-2)
         result = finish(Islands(own_config(config, index), model, optimizer), model, optimizer)
         assert torch.equal(frozen, before)
-        return {name: value for name, value in result[0].items() if name.startswith("1.")}, result[1]
+        return {name: value for name, value in result[0].items() if name.startswith("1.")}, result[
+            1
+        ]
 
     with swarm(tmp_path, islands=[{}, {}]) as made:
         for island in made.start_all(work):
@@ -216,12 +236,17 @@ def test_only_parameters_that_require_gradients_travel(tmp_path: Path) -> None:
 def test_the_ten_lines_on_our_own_model_give_the_digests_of_diloco_train(tmp_path: Path) -> None:
     def own(config: Config, index: int) -> None:
         def live(parts: Runtime) -> None:
-            trainer, run = parts.trainer, own_config(config, index, **config.outer.model_dump(mode="json"))
+            trainer, run = (
+                parts.trainer,
+                own_config(config, index, **config.outer.model_dump(mode="json")),
+            )
             islands = Islands(run, trainer.model_parts[0], trainer.optimizers)
             for unit in islands.units():
                 islands.step(tokens=trainer.step(parts.batches.micro_batches(unit, 0, 1, 4)).tokens)
 
-        config = config.model_copy(update={"outer": config.outer.model_copy(update={"start_islands": 2})})
+        config = config.model_copy(
+            update={"outer": config.outer.model_copy(update={"start_islands": 2})}
+        )
         train(config, index, live)
 
     digests = []
@@ -230,16 +255,23 @@ def test_the_ten_lines_on_our_own_model_give_the_digests_of_diloco_train(tmp_pat
             for island in made.start_all(work):
                 island.finish()
         found = read_records(folder / name / "island-0" / "metrics.jsonl")
-        digests.append([each["digest"] for each in found if each["kind"] == "round" and each["committed"]])
+        digests.append(
+            [each["digest"] for each in found if each["kind"] == "round" and each["committed"]]
+        )
     assert len(digests[0]) == 3 and digests[0] == digests[1]
 
 
-def test_another_model_is_refused_with_both_descriptions_and_the_first_difference(tmp_path: Path) -> None:
+def test_another_model_is_refused_with_both_descriptions_and_the_first_difference(
+    tmp_path: Path,
+) -> None:
     def work(config: Config, index: int) -> None:
         if index == 0:
             Islands(own_config(config, index), small_model())
             time.sleep(GUARD_SECONDS)
-        until(lambda: read_records(folder_of(config, 0) / "metrics.jsonl"), "the first island is there")
+        until(
+            lambda: read_records(folder_of(config, 0) / "metrics.jsonl"),
+            "the first island is there",
+        )
         Islands(own_config(config, index), nn.Linear(4, 1))
 
     with swarm(tmp_path, islands=[{}, {}]) as made:
@@ -248,7 +280,9 @@ def test_another_model_is_refused_with_both_descriptions_and_the_first_differenc
         assert second.wait() == [1]
         assert "params: here '2 parameters with 5 elements" in second.log
         assert "in the run '4 parameters with 49 elements" in second.log
-        different = "the first parameter that differs: here 'weight [1, 4]', in the run '0.weight [8, 4]'"
+        different = (
+            "the first parameter that differs: here 'weight [1, 4]', in the run '0.weight [8, 4]'"
+        )
         assert different in second.log
 
 
@@ -275,12 +309,18 @@ def test_loops_of_unequal_speed_go_on_with_a_quorum_and_end_with_one_digest(tmp_
     assert account["units_repeated"] == 0
 
 
-def test_islands_that_wait_for_a_quorum_are_killed_and_go_on_from_what_they_saved(tmp_path: Path) -> None:
+def test_islands_that_wait_for_a_quorum_are_killed_and_go_on_from_what_they_saved(
+    tmp_path: Path,
+) -> None:
     tokens = {"optimizer": {"tokens_per_step": TOKENS}}
     with swarm(tmp_path, islands=[{}, {}]) as made:
-        for island in made.start_all(train_saving_and_die(tmp_path, 3, more=tokens, **QUORUM | {"quorum": 2})):
+        for island in made.start_all(
+            train_saving_and_die(tmp_path, 3, more=tokens, **QUORUM | {"quorum": 2})
+        ):
             assert island.wait() == [-signal.SIGKILL]
-        for island in made.start_all(train_from_saved(tmp_path, more=tokens, **QUORUM | {"quorum": 2})):
+        for island in made.start_all(
+            train_from_saved(tmp_path, more=tokens, **QUORUM | {"quorum": 2})
+        ):
             island.finish()
         (_, first), (_, second) = (island.result() for island in made.started[2:])
     assert first == second

@@ -62,7 +62,9 @@ def test_a_master_follows_a_value_that_is_not_finite() -> None:
 
 
 def train_half(config: Config, index: int) -> tuple[dict[str, torch.Tensor], str]:
-    """Two islands in bfloat16. Island 0 has masters of Islands; island 1 steps masters of its own."""
+    """Two islands in bfloat16. Island 0 has masters of Islands; island 1 steps masters of its
+    own.
+    """
     model = small_model().bfloat16()
     if index == 0:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -87,7 +89,9 @@ def train_half(config: Config, index: int) -> tuple[dict[str, torch.Tensor], str
     return model.state_dict(), islands.digest
 
 
-def test_islands_with_masters_of_their_own_and_of_islands_end_with_one_model(tmp_path: Path) -> None:
+def test_islands_with_masters_of_their_own_and_of_islands_end_with_one_model(
+    tmp_path: Path,
+) -> None:
     with swarm(tmp_path, islands=[{}, {}]) as made:
         for island in made.start_all(train_half):
             island.finish()
@@ -100,7 +104,9 @@ def test_islands_with_masters_of_their_own_and_of_islands_end_with_one_model(tmp
 
 def test_an_evaluation_and_rounds_of_one_island_leave_what_it_trained(tmp_path: Path) -> None:
     model = small_model().bfloat16()
-    config = alone(tmp_path, masters=True) | {"outer": ALONE["outer"] | {"optimizer": {"lr": 1.0, "momentum": 0.0}}}
+    config = alone(tmp_path, masters=True) | {
+        "outer": ALONE["outer"] | {"optimizer": {"lr": 1.0, "momentum": 0.0}}
+    }
     with Islands(config, model) as islands:
         while not islands.is_over:
             with torch.no_grad():
@@ -109,24 +115,37 @@ def test_an_evaluation_and_rounds_of_one_island_leave_what_it_trained(tmp_path: 
             trained = {name: value.clone() for name, value in model.state_dict().items()}
             with islands.global_params():
                 pass
-            assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+            assert all(
+                torch.equal(value, trained[name]) for name, value in model.state_dict().items()
+            )
             islands.step(tokens=1)
             found = model.state_dict()
-            assert all(torch.allclose(found[name], value, rtol=1e-2) for name, value in trained.items())
+            assert all(
+                torch.allclose(found[name], value, rtol=1e-2) for name, value in trained.items()
+            )
 
 
 def full_masters(model: nn.Module, **changes: Any) -> Masters:
     masters = {name: param.detach().float() for name, param in model.named_parameters()}
-    return Masters({name: value for name, value in (masters | changes).items() if value is not None}, lambda: None)
+    return Masters(
+        {name: value for name, value in (masters | changes).items() if value is not None},
+        lambda: None,
+    )
 
 
 @pytest.mark.parametrize(
     "changes, text",
     [
         ({"weight": None}, r"'weight' is bfloat16.* give fp32 masters .* island\.masters=true"),
-        ({"other": torch.zeros(2)}, "the master 'other' is of no parameter that requires a gradient"),
+        (
+            {"other": torch.zeros(2)},
+            "the master 'other' is of no parameter that requires a gradient",
+        ),
         ({"weight": torch.zeros(2, 2).bfloat16()}, "the master 'weight' is bfloat16 on cpu"),
-        ({"weight": torch.zeros(2, 3)}, r"the master 'weight' has the shape \(2, 3\), the parameter \(2, 2\)"),
+        (
+            {"weight": torch.zeros(2, 3)},
+            r"the master 'weight' has the shape \(2, 3\), the parameter \(2, 2\)",
+        ),
     ],
     ids=["missing", "unknown", "bfloat16", "shape"],
 )
@@ -143,5 +162,8 @@ def test_masters_of_two_kinds_and_moments_of_bfloat16_are_refused(tmp_path: Path
     with pytest.raises(ConfigError, match="params: masters are given"):
         Islands(alone(tmp_path, masters=True), model, params=full_masters(model))
     config = alone(tmp_path, masters=True) | {"outer": ALONE["outer"] | {"moments": [1, 1]}}
-    with pytest.raises(ConfigError, match=r"outer\.moments: with island\.masters the optimizer's moments are not fp32"):
+    with pytest.raises(
+        ConfigError,
+        match=r"outer\.moments: with island\.masters the optimizer's moments are not fp32",
+    ):
         Islands(config, model, torch.optim.AdamW(model.parameters()))

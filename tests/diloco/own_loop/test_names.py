@@ -13,7 +13,12 @@ from diloco.own_loop.model.params import list_names, trained_params
 from inner.param_spec import ParamSpec
 
 WHOLE = [
-    *("embed.weight", "layers.0.norm.weight", "layers.0.attention.wq.weight", "layers.0.dense.weight"),
+    *(
+        "embed.weight",
+        "layers.0.norm.weight",
+        "layers.0.attention.wq.weight",
+        "layers.0.dense.weight",
+    ),
     *(
         f"layers.{number}.{name}"
         for number in range(1, 12)
@@ -24,21 +29,33 @@ WHOLE = [
 
 
 def of_layers(numbers: range, *others: str) -> list[str]:
-    return [name for name in WHOLE if name in others or any(name.startswith(f"layers.{n}.") for n in numbers)]
+    return [
+        name
+        for name in WHOLE
+        if name in others or any(name.startswith(f"layers.{n}.") for n in numbers)
+    ]
 
 
 @pytest.mark.parametrize(
     "orders",
     [
         pytest.param([WHOLE, WHOLE], id="copies"),
-        pytest.param([of_layers(range(6), "embed.weight"), of_layers(range(6, 12), *WHOLE[-2:])], id="two stages"),
         pytest.param(
-            [of_layers(range(0, 12, 2), "embed.weight"), of_layers(range(1, 12, 2), *WHOLE[-2:])], id="interleaved"
+            [of_layers(range(6), "embed.weight"), of_layers(range(6, 12), *WHOLE[-2:])],
+            id="two stages",
         ),
         pytest.param(
-            [of_layers(range(1, 12, 2), *WHOLE[-2:]), of_layers(range(0, 12, 2), "embed.weight")], id="turned"
+            [of_layers(range(0, 12, 2), "embed.weight"), of_layers(range(1, 12, 2), *WHOLE[-2:])],
+            id="interleaved",
         ),
-        pytest.param([["embed.weight"], of_layers(range(12)), ["norm.weight", "head.weight"]], id="ends alone"),
+        pytest.param(
+            [of_layers(range(1, 12, 2), *WHOLE[-2:]), of_layers(range(0, 12, 2), "embed.weight")],
+            id="turned",
+        ),
+        pytest.param(
+            [["embed.weight"], of_layers(range(12)), ["norm.weight", "head.weight"]],
+            id="ends alone",
+        ),
     ],
 )
 def test_the_order_is_that_of_the_whole_model_on_every_layout(orders: list[list[str]]) -> None:
@@ -51,8 +68,15 @@ def test_orders_that_contradict_each_other_still_give_one_order() -> None:
 
 def test_wrappers_leave_the_names() -> None:
     assert clean_name("_orig_mod.a._checkpoint_wrapped_module._orig_mod.b") == "a.b"
-    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(1, 1))), torch.compile(nn.Linear(1, 1)))
-    assert [spec.name for spec in trained_params(model).specs] == ["0.0.weight", "0.0.bias", "1.weight", "1.bias"]
+    model = nn.Sequential(
+        checkpoint_wrapper(nn.Sequential(nn.Linear(1, 1))), torch.compile(nn.Linear(1, 1))
+    )
+    assert [spec.name for spec in trained_params(model).specs] == [
+        "0.0.weight",
+        "0.0.bias",
+        "1.weight",
+        "1.bias",
+    ]
 
 
 def test_a_parameter_that_two_parts_share_is_one() -> None:
@@ -73,7 +97,9 @@ def specs(*names: str) -> list[ParamSpec]:
         ([], ["a.w"], "here none, in the run 'a.w [2, 3]'"),
     ],
 )
-def test_the_first_parameter_that_differs_is_named(ours: list[str], theirs: list[str], expected: str) -> None:
+def test_the_first_parameter_that_differs_is_named(
+    ours: list[str], theirs: list[str], expected: str
+) -> None:
     line = differing_param(list_names(specs(*ours)), list_names(specs(*theirs)))
     assert line == f"the first parameter that differs: {expected}"
 
@@ -84,7 +110,9 @@ def test_an_entry_of_a_stranger_is_only_text(entry: str) -> None:
 
 
 def test_names_of_a_large_model_have_room_in_the_configs_text() -> None:
-    names = [f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(200) for name in "qkvo"]
+    names = [
+        f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(200) for name in "qkvo"
+    ]
     run = RunConfig(params="many", param_names=list_names(specs(*names * 30)))
     assert 500 < len(run.param_names) < len(names) * 30
     assert parse_swarm_config(swarm_text(run)) == run

@@ -1,4 +1,6 @@
-"""A state that an earlier version has saved: a run of six steps, saved after three, with names of torch.compile."""
+"""A state that an earlier version has saved: a run of six steps, saved after three, with names of
+torch.compile.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,9 @@ from diloco.errors import ConfigError
 from tests.diloco.own_loop.loops import finish, small_model
 
 SAVED = Path(__file__).with_name("state_of_6cd429f2.pt")
-"""Model, optimizer and Islands after step 3, and the digest at the end of the run; by the commit in the name."""
+"""Model, optimizer and Islands after step 3, and the digest at the end of the run; by the commit in
+the name.
+"""
 OUTER = {"transport": "loopback", "rounds": 3, "inner_steps": 2, "start_islands": 1}
 
 

@@ -1,4 +1,6 @@
-"""A pipeline of torch in a loop of one's own, beside an island of one process: killed in a round, and back."""
+"""A pipeline of torch in a loop of one's own, beside an island of one process: killed in a round,
+and back.
+"""
 
 import signal
 from pathlib import Path
@@ -40,7 +42,9 @@ def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def make_step(model: Layers, schedule: Schedule1F1B | None, seed: int) -> None:
-    """One forward and backward pass on inputs that follow from the seed, by the schedule if there is one."""
+    """One forward and backward pass on inputs that follow from the seed, by the schedule if there
+    is one.
+    """
     inputs = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
     target = inputs.flip(1)
     if schedule is None:

@@ -1,4 +1,6 @@
-"""Ranks of one island around a loop of one's own: which of them hold copies, and which only seem to."""
+"""Ranks of one island around a loop of one's own: which of them hold copies, and which only seem
+to.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,16 +27,21 @@ from tests.harness import run_ranks
 from tests.swarm import read_records, swarm
 
 
-def test_stages_of_equal_names_sharded_over_meshes_of_their_own_are_refused_with_both_ranks(tmp_path: Path) -> None:
+def test_stages_of_equal_names_sharded_over_meshes_of_their_own_are_refused_with_both_ranks(
+    tmp_path: Path,
+) -> None:
     def work(config: Config, index: int) -> None:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         torch.manual_seed(mesh["pp"].get_local_rank())
         stage = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh["dp"])
         expected = (
-            r"ranks 0 and 2 of this island hold the same part of '0\.weight' \(rows 0 to 2, columns 0 to 4\) with"
+            r"ranks 0 and 2 of this island hold the same part of '0\.weight' \(rows 0 to "
+            r"2, columns 0 to 4\) with"
         )
-        with pytest.raises(ConfigError, match=expected + ".* number the layers of a stage as in the whole model"):
+        with pytest.raises(
+            ConfigError, match=expected + ".* number the layers of a stage as in the whole model"
+        ):
             Islands(own_config(config, index), stage)
 
     with swarm(tmp_path, islands=[{"ranks": 4}]) as made:
@@ -58,16 +65,23 @@ class Stage(nn.Module):
             self.first.reset_parameters()
 
     def train_alone(self, step: int) -> None:
-        """Change each parameter by the number of the step and its own name, on any layout of the layers."""
+        """Change each parameter by the number of the step and its own name, on any layout of the
+        layers.
+        """
         for name, param in self.named_parameters():
             with torch.no_grad():
                 param += (
-                    1e-3 * (step + 1) * len(name) * (torch.arange(param.shape[0]).view(-1, *[1] * (param.ndim - 1)))
+                    1e-3
+                    * (step + 1)
+                    * len(name)
+                    * (torch.arange(param.shape[0]).view(-1, *[1] * (param.ndim - 1)))
                 )
 
 
 def train_stages(config: Config, index: int) -> tuple[str, list[str]]:
-    """Island 0: two ranks with two parts each, layers 0 and 2, and 1 and 3. Island 1: one rank with the whole model."""
+    """Island 0: two ranks with two parts each, layers 0 and 2, and 1 and 3. Island 1: one rank with
+    the whole model.
+    """
     if config.for_island(index).ranks > 1:
         dist.init_process_group("gloo")
         parts = [Stage([dist.get_rank()]), Stage([dist.get_rank() + 2])]
@@ -91,7 +105,9 @@ def test_an_interleaved_pipeline_and_one_process_end_with_one_digest(tmp_path: P
         (pipeline, names), (whole, same) = (island.result() for island in made.started)
     assert pipeline == whole
     records = read_records(folder_of(made.config, 0) / "metrics.jsonl")
-    assert {record["loss"] for record in records if record["kind"] == "step"} == {1.5}, "of the last stage"
+    assert {record["loss"] for record in records if record["kind"] == "step"} == {1.5}, (
+        "of the last stage"
+    )
     assert names == same == [name for name, _ in Stage([0, 1, 2, 3]).named_parameters()]
 
 
@@ -104,7 +120,9 @@ def save_and_resume(config: Config, index: int) -> tuple[str, str]:
     for resumes in (False, True):
         stage = Stage([0, 1, 2, 3])
         stage.load_state_dict(saved)
-        with Islands(own_config(config, index), stage, state=folder if resumes else None) as islands:
+        with Islands(
+            own_config(config, index), stage, state=folder if resumes else None
+        ) as islands:
             while not islands.is_over:
                 stage.train_alone(islands.steps)
                 islands.step(tokens=TOKENS)
@@ -115,12 +133,16 @@ def save_and_resume(config: Config, index: int) -> tuple[str, str]:
     dist.barrier()
     if dist.get_rank() == 1:
         (folder / "islands-1.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"rank 1 of this island: .*islands-1\.safetensors does not exist"):
+    with pytest.raises(
+        ConfigError, match=r"rank 1 of this island: .*islands-1\.safetensors does not exist"
+    ):
         Islands(own_config(config, index), stage, state=folder)
     return digests[0], digests[1]
 
 
-def test_an_island_of_two_ranks_goes_on_from_a_saved_folder_or_refuses_it_on_both(tmp_path: Path) -> None:
+def test_an_island_of_two_ranks_goes_on_from_a_saved_folder_or_refuses_it_on_both(
+    tmp_path: Path,
+) -> None:
     with swarm(tmp_path, islands=[{"ranks": 2}]) as made:
         island = made.start(0, save_and_resume)
         island.finish()
@@ -132,8 +154,12 @@ SHAPE = (8, 16, 24)
 """Of a stack of experts, whose matrices are sharded by their first dimension or by both."""
 
 
-def train_experts(*placements: Placement) -> Callable[[Config, int], tuple[list[torch.Tensor], str]]:
-    """The work of an island with AdamW's moments. Returns values and moments, whole, and the digest."""
+def train_experts(
+    *placements: Placement,
+) -> Callable[[Config, int], tuple[list[torch.Tensor], str]]:
+    """The work of an island with AdamW's moments. Returns values and moments, whole, and the
+    digest.
+    """
 
     def work(config: Config, index: int) -> tuple[list[torch.Tensor], str]:
         model = nn.Module()
@@ -150,7 +176,10 @@ def train_experts(*placements: Placement) -> Callable[[Config, int], tuple[list[
                 adam.zero_grad()
                 islands.step(tokens=TOKENS if islands.place[0] == 0 else 0)
             digest = islands.digest
-        found = [model.experts.detach(), *(adam.state[model.experts][kind] for kind in ("exp_avg", "exp_avg_sq"))]
+        found = [
+            model.experts.detach(),
+            *(adam.state[model.experts][kind] for kind in ("exp_avg", "exp_avg_sq")),
+        ]
         return [each.full_tensor() if isinstance(each, DTensor) else each for each in found], digest
 
     return work
@@ -158,9 +187,15 @@ def train_experts(*placements: Placement) -> Callable[[Config, int], tuple[list[
 
 @pytest.mark.parametrize(
     "placement",
-    [Shard(1), pytest.param(Shard(2), marks=pytest.mark.slow), pytest.param(_StridedShard(1, split_factor=4))],
+    [
+        Shard(1),
+        pytest.param(Shard(2), marks=pytest.mark.slow),
+        pytest.param(_StridedShard(1, split_factor=4)),
+    ],
 )
-def test_experts_that_are_sharded_inside_agree_with_those_of_one_process(tmp_path: Path, placement: Placement) -> None:
+def test_experts_that_are_sharded_inside_agree_with_those_of_one_process(
+    tmp_path: Path, placement: Placement
+) -> None:
     with swarm(tmp_path, islands=[{"ranks": 2}, {}]) as made:
         for island in made.start_all(train_experts(placement)):
             island.finish()
@@ -184,25 +219,37 @@ def odd_on_a_rank(rank: int) -> None:
     refuse("ranks 0 and 1 of this island hold 'w' with different shapes", w=torch.zeros(4 + rank))
     mixed = shard if rank == 0 else whole
     overlap = (
-        "do not hold 'w' exactly once: it has 16 elements, their slices 24 .*rank 0: rows 0 to 2, .*; rank 1: rows 0"
+        "do not hold 'w' exactly once: it has 16 elements, their slices 24 .*rank 0: rows 0 "
+        "to 2, .*; rank 1: rows 0"
     )
     refuse(overlap, w=mixed)
-    with pytest.raises(ConfigError, match="do not hold 'w' exactly once: it has 16 elements, their slices 8"):
+    with pytest.raises(
+        ConfigError, match="do not hold 'w' exactly once: it has 16 elements, their slices 8"
+    ):
         held = {"w": shard} if rank == 0 else {"v": torch.zeros(1)}
         half = nn.ParameterDict({name: nn.Parameter(value) for name, value in held.items()})
         IslandModel(ranks, half, None, None, ModelRules())
     refuse(
-        "rank 1 of this island: the parameter 'w' is on the meta device", w=torch.zeros(2, device=["cpu", "meta"][rank])
+        "rank 1 of this island: the parameter 'w' is on the meta device",
+        w=torch.zeros(2, device=["cpu", "meta"][rank]),
     )
-    refuse("rank 0 of this island: the parameter 'w' has the shape .*ZeRO-3", w=torch.zeros(4 * rank))
+    refuse(
+        "rank 0 of this island: the parameter 'w' has the shape .*ZeRO-3", w=torch.zeros(4 * rank)
+    )
     partial = DTensor.from_local(whole, mesh, [Partial()])
     refuse("'w' is a DTensor of partial sums", w=partial)
     refuse("no parameter of the model requires a gradient")
     frozen = nn.Linear(2, 2).requires_grad_(rank == 0)
-    with pytest.raises(ConfigError, match="'bias' requires a gradient on rank 0 of this island and none on rank 1"):
+    with pytest.raises(
+        ConfigError, match="'bias' requires a gradient on rank 0 of this island and none on rank 1"
+    ):
         IslandModel(ranks, frozen, None, None, ModelRules())
-    with pytest.raises(ConfigError, match=r"rank 1 of this island: two parts of the model hold 'weight'"):
-        IslandModel(ranks, [nn.Linear(1, 1), nn.Linear(1, 1 + rank)][: 1 + rank], None, None, ModelRules())
+    with pytest.raises(
+        ConfigError, match=r"rank 1 of this island: two parts of the model hold 'weight'"
+    ):
+        IslandModel(
+            ranks, [nn.Linear(1, 1), nn.Linear(1, 1 + rank)][: 1 + rank], None, None, ModelRules()
+        )
 
 
 def test_what_ranks_cannot_average_is_refused_on_each_of_them() -> None:
@@ -216,7 +263,9 @@ def test_copies_that_differ_in_one_value_are_refused_wherever_it_is(tmp_path: Pa
         model = nn.Linear(32, 32)
         with torch.no_grad():
             model.weight[16, 16] += dist.get_rank()
-        with pytest.raises(ConfigError, match="ranks 0 and 1 of this island hold the same part of 'weight'"):
+        with pytest.raises(
+            ConfigError, match="ranks 0 and 1 of this island hold the same part of 'weight'"
+        ):
             Islands(own_config(config, index), model)
 
     with swarm(tmp_path, islands=[{"ranks": 2}]) as made:

@@ -31,28 +31,47 @@ ALONE = {"outer": {"transport": "loopback", "rounds": 2, "inner_steps": 1, "star
         ({"island": {"cache_dir": "a"}}, "sets island.cache_dir"),
         ({"island": {"cache_dir": "a"}}, "; with `data` also cache_dir, data_paths"),
         ({"data": {"seq_len": 8}}, "data needs optimizer.tokens_per_step"),
-        ({"data": {"seq_len": 8}, "optimizer": {"tokens_per_step": 12}}, "is not a multiple of data.seq_len (8)"),
+        (
+            {"data": {"seq_len": 8}, "optimizer": {"tokens_per_step": 12}},
+            "is not a multiple of data.seq_len (8)",
+        ),
         ({"island": {"micro_batch": 4, "name": "a"}}, "sets island.micro_batch, which"),
         ({"islands": [{"mesh": {"tp": 2}}]}, "sets island.mesh, which"),
-        ({"outer": {"wait_for": "quorum"}}, "outer.wait_for: quorum needs optimizer.tokens_per_step"),
+        (
+            {"outer": {"wait_for": "quorum"}},
+            "outer.wait_for: quorum needs optimizer.tokens_per_step",
+        ),
         ({"outer": {"rounds": 0}}, "outer.rounds"),
         ({"stages": [{}]}, "sets stages without data"),
-        ({"data": {"seq_len": 8}, "optimizer": {"tokens_per_step": 8}, "stages": [{"lr": 0.1}]}, "sets stages[0].lr"),
+        (
+            {"data": {"seq_len": 8}, "optimizer": {"tokens_per_step": 8}, "stages": [{"lr": 0.1}]},
+            "sets stages[0].lr",
+        ),
     ],
 )
-def test_a_config_that_a_loop_of_ones_own_does_not_follow_is_refused(values: dict[str, Any], text: str) -> None:
+def test_a_config_that_a_loop_of_ones_own_does_not_follow_is_refused(
+    values: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         read_config(values, ())
 
 
 def test_a_model_in_the_place_of_the_config_is_refused_with_the_order_of_the_arguments() -> None:
-    with pytest.raises(ConfigError, match=r"is a Linear; allowed: .* Islands\(config, model, optimizer\)"):
+    with pytest.raises(
+        ConfigError, match=r"is a Linear; allowed: .* Islands\(config, model, optimizer\)"
+    ):
         diloco.Islands(nn.Linear(2, 2), "run.yaml")  # type: ignore[arg-type]
 
 
 def test_overrides_change_the_config() -> None:
-    read = read_config(ALONE, ["island.index=3", "outer.inner_steps=7", "optimizer.tokens_per_step=100"])
-    assert (read.island.label, read.run.outer.inner_steps, read.tokens_per_step) == ("island-3", 7, 100)
+    read = read_config(
+        ALONE, ["island.index=3", "outer.inner_steps=7", "optimizer.tokens_per_step=100"]
+    )
+    assert (read.island.label, read.run.outer.inner_steps, read.tokens_per_step) == (
+        "island-3",
+        7,
+        100,
+    )
 
 
 def test_more_ranks_than_the_config_says_are_refused() -> None:
@@ -63,13 +82,27 @@ def test_more_ranks_than_the_config_says_are_refused() -> None:
 @pytest.mark.parametrize(
     "values, text",
     [
-        ({"outer": {"transport": "tls"}}, "island.bootstrap: got no address, and 1 more begin with it"),
-        ({"outer": {"transport": "hivemind"}}, "island-0 would wait for ever; start `diloco bootstrap` and give"),
-        ({"outer": {"transport": "loopback"}}, "outer.transport: got loopback, which no other process reaches"),
-        ({"island": {"joins": True}, "outer": {"transport": "gloo"}}, "got no address, and island.joins is true"),
+        (
+            {"outer": {"transport": "tls"}},
+            "island.bootstrap: got no address, and 1 more begin with it",
+        ),
+        (
+            {"outer": {"transport": "hivemind"}},
+            "island-0 would wait for ever; start `diloco bootstrap` and give",
+        ),
+        (
+            {"outer": {"transport": "loopback"}},
+            "outer.transport: got loopback, which no other process reaches",
+        ),
+        (
+            {"island": {"joins": True}, "outer": {"transport": "gloo"}},
+            "got no address, and island.joins is true",
+        ),
     ],
 )
-def test_an_island_that_would_wait_for_others_for_ever_is_refused(values: dict[str, Any], text: str) -> None:
+def test_an_island_that_would_wait_for_others_for_ever_is_refused(
+    values: dict[str, Any], text: str
+) -> None:
     outer = {"start_islands": 2, **values.pop("outer")}
     with pytest.raises(ConfigError, match=re.escape(text)):
         diloco.Islands({"outer": outer} | values, nn.Linear(2, 2))
@@ -78,7 +111,9 @@ def test_an_island_that_would_wait_for_others_for_ever_is_refused(values: dict[s
 def test_an_index_that_the_config_does_not_have_is_refused_unless_it_joins() -> None:
     values = ALONE | {"islands": [{}, {}]}
     assert read_config(values, ["island.index=1"]).island.label == "island-1"
-    with pytest.raises(ConfigError, match=r"island\.index: got 2, and `islands` has the entries 0 to 1; choose"):
+    with pytest.raises(
+        ConfigError, match=r"island\.index: got 2, and `islands` has the entries 0 to 1; choose"
+    ):
         read_config(values, ["island.index=2"])
     assert read_config(values, ["island.index=2", "island.joins=true"]).island.joins
 
@@ -109,7 +144,9 @@ def test_moments_of_other_optimizers_are_refused() -> None:
     params = trained_params(model)
     with pytest.raises(ConfigError, match="got the optimizers: SGD"):
         with_moments(params, torch.optim.SGD(model.parameters()))
-    with pytest.raises(ConfigError, match="do not hold all parameters that require gradients: 'bias' is in none"):
+    with pytest.raises(
+        ConfigError, match="do not hold all parameters that require gradients: 'bias' is in none"
+    ):
         with_moments(params, torch.optim.AdamW([model.weight]))
 
 
@@ -118,11 +155,15 @@ class Container(torch.optim.Optimizer):
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
-        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+        params = [
+            param for each in optimizers for group in each.param_groups for param in group["params"]
+        ]
         super().__init__(params, {})
 
 
-def test_of_several_optimizers_in_a_container_only_adamws_moments_are_averaged(tmp_path: Path) -> None:
+def test_of_several_optimizers_in_a_container_only_adamws_moments_are_averaged(
+    tmp_path: Path,
+) -> None:
     model = nn.Linear(2, 2)
     optimizers = [torch.optim.SGD([model.weight], lr=0.5), torch.optim.AdamW([model.bias])]
     config = {"outer": ALONE["outer"] | {"moments": [1, 1]}, "island": {"run_dir": str(tmp_path)}}
@@ -139,20 +180,28 @@ def test_of_several_optimizers_in_a_container_only_adamws_moments_are_averaged(t
     assert [each["lr"] for each in records if each["kind"] == "step"] == [0.5, 0.5]
 
 
-def test_a_process_of_several_without_torch_distributed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_several_without_torch_distributed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2 and torch\.distributed is not initialised"):
+    with pytest.raises(
+        ConfigError, match=r"WORLD_SIZE is 2 and torch\.distributed is not initialised"
+    ):
         diloco.Islands(ALONE, nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 9}, {"version": 1, "facts": {}, "tensors": [], "place": {}}])
+@pytest.mark.parametrize(
+    "state", [{}, {"version": 9}, {"version": 1, "facts": {}, "tensors": [], "place": {}}]
+)
 def test_a_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"not what Islands.state_dict returned|has version 9"):
         parse_state(state)
 
 
 def test_a_saved_folder_that_has_no_state_of_this_rank_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"islands-0\.safetensors does not exist: .* state of Islands for rank 0"):
+    with pytest.raises(
+        ConfigError, match=r"islands-0\.safetensors does not exist: .* state of Islands for rank 0"
+    ):
         diloco.Islands(ALONE, nn.Linear(2, 2), state=tmp_path)
 
 
@@ -163,11 +212,15 @@ def test_a_saved_folder_goes_on_only_with_as_many_ranks(tmp_path: Path) -> None:
         steps, digest = islands.steps, islands.digest
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["islands-0.safetensors"]
     config = {"outer": ALONE["outer"], "island": {"run_dir": str(tmp_path / "other")}}
-    with diloco.Islands(config, nn.Linear(2, 2), state=tmp_path / "saved", overrides=TOKENS_10) as islands:
+    with diloco.Islands(
+        config, nn.Linear(2, 2), state=tmp_path / "saved", overrides=TOKENS_10
+    ) as islands:
         assert (islands.steps, islands.digest) == (steps, digest)
     path = state_path(tmp_path / "saved", 0)
     write_state(read_state(path) | {"ranks": 2}, path)
-    with pytest.raises(ConfigError, match="is of an island of 2 ranks, and this one has 1: resume with as many"):
+    with pytest.raises(
+        ConfigError, match="is of an island of 2 ranks, and this one has 1: resume with as many"
+    ):
         diloco.Islands(config, nn.Linear(2, 2), state=tmp_path / "saved", overrides=TOKENS_10)
 
 
@@ -184,7 +237,11 @@ def test_a_state_with_the_names_of_wrappers_is_read(tmp_path: Path) -> None:
     before, _ = hold_params(RankGroup(), model, as_before=True)
     config = {"outer": ALONE["outer"], "island": {"run_dir": str(tmp_path / "one")}}
     with diloco.Islands(config, model) as islands:
-        assert islands.config.run.params == describe(trained_params(model).specs) != describe(before.specs)
+        assert (
+            islands.config.run.params
+            == describe(trained_params(model).specs)
+            != describe(before.specs)
+        )
     rules = ModelRules(was_saved=lambda description: description == describe(before.specs))
     assert IslandModel(RankGroup(), model, None, None, rules).description == describe(before.specs)
     assert before.specs[0].name == "10._checkpoint_wrapped_module.weight"
@@ -197,7 +254,11 @@ def alone(tmp_path: Path, **outer: Any) -> diloco.Islands:
 
 def test_tokens_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with alone(tmp_path) as islands:
-        for tokens, text in ((-1, "got -1"), (1.5, "got 1.5"), (11, "more than optimizer.tokens_per_step=10")):
+        for tokens, text in (
+            (-1, "got -1"),
+            (1.5, "got 1.5"),
+            (11, "more than optimizer.tokens_per_step=10"),
+        ):
             with pytest.raises(ValueError, match=text):
                 islands.step(tokens=tokens)  # pyright: ignore[reportArgumentType]
 
@@ -214,7 +275,10 @@ def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
     with alone(tmp_path / "one") as islands:
         islands.step(tokens=10)
         state = islands.state_dict()
-    config = {"outer": ALONE["outer"] | {"rounds": 3}, "island": {"run_dir": str(tmp_path / "other")}}
+    config = {
+        "outer": ALONE["outer"] | {"rounds": 3},
+        "island": {"run_dir": str(tmp_path / "other")},
+    }
     with pytest.raises(ConfigError, match="the saved state is of a run with the hash"):
         diloco.Islands(config, nn.Linear(2, 2), state=state)
 
@@ -239,7 +303,9 @@ def replace(model: nn.Sequential) -> None:
 
 
 def load_by_assignment(model: nn.Sequential) -> None:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+    )
 
 
 def add(model: nn.Sequential) -> None:
@@ -264,7 +330,10 @@ def load(model: nn.Sequential) -> None:
 
 def half_frozen(tmp_path: Path, **outer: Any) -> tuple[nn.Sequential, diloco.Islands]:
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
-    config = {"outer": ALONE["outer"] | {"inner_steps": 2} | outer, "island": {"run_dir": str(tmp_path)}}
+    config = {
+        "outer": ALONE["outer"] | {"inner_steps": 2} | outer,
+        "island": {"run_dir": str(tmp_path)},
+    }
     return model, diloco.Islands(config, model, overrides=["optimizer.tokens_per_step=10"])
 
 
@@ -272,7 +341,10 @@ def half_frozen(tmp_path: Path, **outer: Any) -> tuple[nn.Sequential, diloco.Isl
 @pytest.mark.parametrize(
     "change, text",
     [
-        (unfreeze, r"'0\.weight' requires a gradient, and did not or was not there; '0\.bias' requires"),
+        (
+            unfreeze,
+            r"'0\.weight' requires a gradient, and did not or was not there; '0\.bias' requires",
+        ),
         (replace, r"'1\.weight' is another tensor; '1\.bias' is another tensor"),
         (load_by_assignment, r"'1\.weight' is another tensor"),
         (add, r"'2\.weight' requires a gradient, and did not or was not there"),
@@ -287,7 +359,10 @@ def test_other_parameters_than_at_the_start_are_refused_at_the_next_round(
     with islands:
         islands.step(tokens=10)
         change(model)
-        with pytest.raises(ConfigError, match=rf"^round 0: the model's .*made: {text}.*Make Islands after the change"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^round 0: the model's .*made: {text}.*Make Islands after the change",
+        ):
             islands.step(tokens=10)
         assert islands.is_over, "it has left"
 
@@ -312,7 +387,8 @@ def test_a_loop_that_ends_with_nothing_averaged_is_warned(
         for _ in range(steps):
             islands.step(tokens=10)
     expected = (
-        "nothing that this island has trained was averaged with the others: inner steps that islands.step counted: "
+        "nothing that this island has trained was averaged with the others: inner steps that "
+        "islands.step counted: "
         f"{steps}, and a round has 2; call islands.step(tokens=...) after each optimizer.step()"
     )
     assert any(text.startswith(expected) for text in caplog.messages) == is_warned
@@ -322,5 +398,10 @@ def test_the_report_of_a_round_prints_as_one_line(tmp_path: Path) -> None:
     with alone(tmp_path) as islands:
         report = islands.step(tokens=10)
         digest = islands.digest[:12]
-    pattern = r"round 0 attempt \d: committed with island-0; [\d,]+ bytes sent, [\d,]+ received; waited \d+\.\d s, "
-    assert re.fullmatch(pattern + rf"reduced in \d+\.\d s; pseudo-gradient 0; digest {digest}", str(report))
+    pattern = (
+        r"round 0 attempt \d: committed with island-0; [\d,]+ bytes sent, [\d,]+ received; "
+        r"waited \d+\.\d s, "
+    )
+    assert re.fullmatch(
+        pattern + rf"reduced in \d+\.\d s; pseudo-gradient 0; digest {digest}", str(report)
+    )

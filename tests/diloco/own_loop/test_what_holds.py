@@ -26,7 +26,9 @@ OUTER = {"transport": "loopback", "rounds": 3, "inner_steps": 2, "start_islands"
 
 def records(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
     return [
-        each for each in read_records(folder / "runs" / name / "island-0" / "metrics.jsonl") if each["kind"] == kind
+        each
+        for each in read_records(folder / "runs" / name / "island-0" / "metrics.jsonl")
+        if each["kind"] == kind
     ]
 
 
@@ -44,7 +46,9 @@ def finish(islands: diloco.Islands) -> int:
 def test_a_trainers_accumulated_gradients_are_one_step(tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all"}
     assert train(tmp_path, "run", **settings).islands.is_over
-    assert [each["tokens"] for each in records(tmp_path, "run", "step")] == [64 * (step + 1) for step in range(6)]
+    assert [each["tokens"] for each in records(tmp_path, "run", "step")] == [
+        64 * (step + 1) for step in range(6)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,8 +88,16 @@ def test_a_trainer_that_failed_trains_again(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     rows = torch.arange(16).repeat(40, 1).tolist()
-    fields = {"max_steps": 50, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
-    callback = IslandsCallback({"name": "run", "outer": OUTER, "island": {"run_dir": str(tmp_path / "runs")}})
+    fields = {
+        "max_steps": 50,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "no",
+    }
+    callback = IslandsCallback(
+        {"name": "run", "outer": OUTER, "island": {"run_dir": str(tmp_path / "runs")}}
+    )
     trainer = Trainer(
         tiny_llama(),
         TrainingArguments(output_dir=str(tmp_path / "out"), **fields),
@@ -119,7 +131,9 @@ def test_fabrics_accumulated_gradients_are_one_step(tmp_path: Path) -> None:
     fabric_package = pytest.importorskip("lightning_fabric")
     from diloco.own_loop.fabric import IslandsCallback as FabricCallback
 
-    callback = FabricCallback({"name": "run", "outer": OUTER, "island": {"run_dir": str(tmp_path / "runs")}})
+    callback = FabricCallback(
+        {"name": "run", "outer": OUTER, "island": {"run_dir": str(tmp_path / "runs")}}
+    )
     fabric = fabric_package.Fabric(accelerator="cpu", devices=1, callbacks=[callback])
     fabric.launch()
     model = nn.Linear(4, 1)
@@ -135,11 +149,15 @@ def test_fabrics_accumulated_gradients_are_one_step(tmp_path: Path) -> None:
 
 
 def fabric_with_islands(folder: Path) -> tuple[Any, Any, nn.Module, torch.optim.Optimizer]:
-    """Fabric with a callback, and a model and an optimizer of it; the checkpoint has a model of ones."""
+    """Fabric with a callback, and a model and an optimizer of it; the checkpoint has a model of
+    ones.
+    """
     fabric_package = pytest.importorskip("lightning_fabric")
     from diloco.own_loop.fabric import IslandsCallback as FabricCallback
 
-    callback = FabricCallback({"name": "run", "outer": OUTER, "island": {"run_dir": str(folder / "runs")}})
+    callback = FabricCallback(
+        {"name": "run", "outer": OUTER, "island": {"run_dir": str(folder / "runs")}}
+    )
     fabric = fabric_package.Fabric(accelerator="cpu", devices=1, callbacks=[callback])
     fabric.launch()
     model = nn.Linear(2, 1, bias=False)
@@ -161,7 +179,9 @@ def test_what_fabric_loads_into_a_run_that_was_entered_is_refused(tmp_path: Path
     fabric, callback, model, _ = fabric_with_islands(tmp_path)
     assert callback.islands.round == 0
     fabric.load(tmp_path / "ones.ckpt", {"model": model})
-    with pytest.raises(ConfigError, match=r"after the run was entered.* call fabric\.load after fabric\.setup"):
+    with pytest.raises(
+        ConfigError, match=r"after the run was entered.* call fabric\.load after fabric\.setup"
+    ):
         model(torch.ones(1, 2))
     assert callback.islands.is_over
 
@@ -170,7 +190,9 @@ def test_an_exception_in_a_with_block_says_goodbye_with_its_name(tmp_path: Path)
     with pytest.raises(ZeroDivisionError), alone(tmp_path, "run") as islands:
         islands.step(tokens=1 // 0)
     assert islands.is_over
-    assert records(tmp_path, "run", "event")[-1]["text"].startswith("ZeroDivisionError in the loop; 0 rounds are done")
+    assert records(tmp_path, "run", "event")[-1]["text"].startswith(
+        "ZeroDivisionError in the loop; 0 rounds are done"
+    )
 
 
 def test_a_process_has_several_islands_one_after_the_other_or_of_other_runs(tmp_path: Path) -> None:

@@ -46,7 +46,11 @@ def test_slices_are_copied_to_the_host_from_a_gpu_only() -> None:
 
 
 def test_page_locked_memory_may_take_twice_what_is_copied_from_a_gpu() -> None:
-    without, host, cpu = estimate("cuda", "island.checkpoint.every_rounds=null"), estimate("cuda"), estimate("cpu")
+    without, host, cpu = (
+        estimate("cuda", "island.checkpoint.every_rounds=null"),
+        estimate("cuda"),
+        estimate("cpu"),
+    )
     slices = without.possible[PINNED]
     assert slices == cpu.certain["global params"] > 0
     assert host.possible[PINNED] == slices + cpu.certain["params and optimizer"]
@@ -63,14 +67,18 @@ def test_a_checkpoint_is_a_copy_of_what_is_trained_and_averaged() -> None:
 
 def test_ranks_share_what_they_shard_and_not_what_they_replicate() -> None:
     def held(mesh: str, num_ranks: int) -> float:
-        return estimate("cpu", f"island.mesh={mesh}", num_ranks=num_ranks).certain["params and optimizer"]
+        return estimate("cpu", f"island.mesh={mesh}", num_ranks=num_ranks).certain[
+            "params and optimizer"
+        ]
 
     assert held("{dp_shard: 2}", 2) == held("{tp: 2}", 2) == held("{}", 1) / 2
     assert held("{dp_replicate: 2, dp_shard: 1}", 2) == held("{}", 1)
 
 
 def test_an_own_models_parameters_are_counted_and_its_activations_unknown() -> None:
-    config = parse_config("model: {name: tests.own.models:GatedConv, options: {dim: 64}}", ["island.ranks=1"])
+    config = parse_config(
+        "model: {name: tests.own.models:GatedConv, options: {dim: 64}}", ["island.ranks=1"]
+    )
     specs = model_specs(config.run, 260)
     host = estimate_host_memory(config.run, config.for_island(0), "cpu", specs, 2)
     num_params = sum(rows * cols for rows, cols in (spec.matrix_shape for spec in specs))
@@ -82,7 +90,9 @@ def test_an_own_models_parameters_are_counted_and_its_activations_unknown() -> N
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_each_rank_has_as_many_parts_in_flight(num_ranks: int) -> None:
     specs, part = (ParamSpec("w", (1024, 262144)),), 262144
-    memory = memory_bytes(OuterConfig(part_elements=part), specs, num_islands=2, num_ranks=num_ranks)
+    memory = memory_bytes(
+        OuterConfig(part_elements=part), specs, num_islands=2, num_ranks=num_ranks
+    )
     # A reducer gets the payload of the other island for every second part.
     assert memory["payloads that arrive"] == FP32_BYTES * part * PARTS_IN_FLIGHT / 2
 
@@ -90,5 +100,8 @@ def test_each_rank_has_as_many_parts_in_flight(num_ranks: int) -> None:
 def test_the_log_of_means_is_no_larger_than_all_means_of_the_run() -> None:
     specs = (ParamSpec("w", (1024, 1024)),)
     runs = [OuterConfig(codec="bf16", rounds=rounds) for rounds in (2, 100)]
-    logs = [memory_bytes(outer, specs, num_islands=2, num_ranks=1)["means for joiners"] for outer in runs]
+    logs = [
+        memory_bytes(outer, specs, num_islands=2, num_ranks=1)["means for joiners"]
+        for outer in runs
+    ]
     assert logs == [2 * 2 * 1024**2, 8 * 1024**2]

@@ -36,7 +36,10 @@ THOUSAND = [
     "parallel: {schedule: interleaved_1f1b}}",
 ]
 ONE = ["islands=[]", "island={ranks: 1, micro_batch: 2}"]
-BREADTH = "islands=[{ranks: 16, mesh: {pp: 2, dp_shard: 2, cp: 2, tp: 2}, parallel: {schedule: breadth_first%s}}]"
+BREADTH = (
+    "islands=[{ranks: 16, mesh: {pp: 2, dp_shard: 2, cp: 2, tp: 2}, parallel: {schedule: "
+    "breadth_first%s}}]"
+)
 
 
 def picture(overrides: list[str], width: int = 100, memory: str | None = None) -> list[str]:
@@ -48,7 +51,9 @@ def picture(overrides: list[str], width: int = 100, memory: str | None = None) -
 
 def error_of(overrides: list[str], index: int = 0, memory: str | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        show_mesh(FOUR, overrides, MeshRequest(index=index, memory=memory), Console(file=StringIO()))
+        show_mesh(
+            FOUR, overrides, MeshRequest(index=index, memory=memory), Console(file=StringIO())
+        )
     return str(caught.value)
 
 
@@ -70,7 +75,15 @@ def ranks_drawn(lines: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "sizes", [(1, 1, 1, 1, 1), (1, 1, 1, 1, 8), (1, 1, 8, 1, 1), (2, 1, 2, 2, 2), ALL_TWO.sizes, (4, 2, 2, 1, 1)]
+    "sizes",
+    [
+        (1, 1, 1, 1, 1),
+        (1, 1, 1, 1, 8),
+        (1, 1, 8, 1, 1),
+        (2, 1, 2, 2, 2),
+        ALL_TWO.sizes,
+        (4, 2, 2, 1, 1),
+    ],
 )
 def test_every_rank_is_in_one_cell_of_a_small_mesh(sizes):
     degrees = Degrees(*sizes)
@@ -98,7 +111,8 @@ def test_a_grid_shows_each_rank_at_its_coordinates():
 
 
 @pytest.mark.parametrize(
-    "sizes", [(1, 1, 1024, 1, 1), (64, 1, 16, 1, 1), (2, 512, 1, 1, 1), (8, 4, 4, 2, 4), (32, 2, 2, 2, 4)]
+    "sizes",
+    [(1, 1, 1024, 1, 1), (64, 1, 16, 1, 1), (2, 512, 1, 1, 1), (8, 4, 4, 2, 4), (32, 2, 2, 2, 4)],
 )
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_a_grid_of_a_thousand_ranks_is_short_and_fits_the_width(sizes, width):
@@ -148,7 +162,9 @@ def test_groups_that_do_not_fit_are_left_out_and_said_to_be():
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-@pytest.mark.parametrize("overrides", [[], ONE, THOUSAND, [BREADTH % ""]], ids=["16", "1", "1024", "breadth"])
+@pytest.mark.parametrize(
+    "overrides", [[], ONE, THOUSAND, [BREADTH % ""]], ids=["16", "1", "1024", "breadth"]
+)
 def test_no_line_is_longer_than_the_terminal_and_no_table_is_cut(overrides, width):
     lines = picture(overrides, width, memory="100GB")
     assert max(map(len, lines)) <= width
@@ -168,12 +184,18 @@ EXPERTS = [
 
 def test_of_a_mixture_the_header_says_what_a_token_uses():
     text = " ".join(" ".join(picture(EXPERTS)).split())
-    model = "model 1.19M parameters, 420k active: 4 layers, dim 96, 4 heads (keys of 32, values of 24, from 32)"
+    model = (
+        "model 1.19M parameters, 420k active: 4 layers, dim 96, 4 heads (keys of 32, values "
+        "of 24, from 32)"
+    )
     assert f"{model}, vocabulary 260" in text
     assert "3 layers have 16 experts of width 64; a token uses 2 of them and 1 shared" in text
 
 
-SPREAD = [*EXPERTS[:2], "island={ranks: 16, micro_batch: 2, mesh: {pp: 2, dp_shard: 4, tp: 2, ep: 4}}"]
+SPREAD = [
+    *EXPERTS[:2],
+    "island={ranks: 16, micro_batch: 2, mesh: {pp: 2, dp_shard: 4, tp: 2, ep: 4}}",
+]
 
 
 def test_a_mixture_on_ep_is_drawn_a_second_time() -> None:
@@ -203,7 +225,9 @@ def test_rows_and_experts_have_lines_of_their_own_in_the_traffic() -> None:
 def test_a_rank_that_gets_the_rows_of_all_ranks_needs_more_memory() -> None:
     config = load_config(FOUR, SPREAD)
     plan = build_step_plan(config.run, config.for_island(0))
-    assert all(worst.peak > even.peak for worst, even in zip(plan.worst_memory, plan.memory, strict=True))
+    assert all(
+        worst.peak > even.peak for worst, even in zip(plan.worst_memory, plan.memory, strict=True)
+    )
     assert any(line.startswith("peak if all rows arrive") for line in picture(SPREAD))
 
 
@@ -214,7 +238,9 @@ def test_groups_of_experts_are_those_of_the_mesh_that_trains(rank: int) -> None:
     try:
         mesh = IslandMesh(degrees, "cpu")
         for axis in ("pp", "dp_replicate", "edp", "ep"):
-            assert dist.get_process_group_ranks(mesh.sparse[axis].get_group()) in rank_groups(degrees, axis), axis
+            assert dist.get_process_group_ranks(mesh.sparse[axis].get_group()) in rank_groups(
+                degrees, axis
+            ), axis
     finally:
         dist.destroy_process_group()
 
@@ -222,7 +248,20 @@ def test_groups_of_experts_are_those_of_the_mesh_that_trains(rank: int) -> None:
 def test_of_a_mixture_all_ranks_sum_the_loads_of_experts():
     (line,) = [line for line in picture(EXPERTS) if "loads of experts" in line]
     # Three layers of 16 experts, each with four more numbers, in fp64; a ring of eight ranks.
-    assert line.split() == ["all", "ranks", "1", "x", "8", "0-7", "loads", "of", "experts", "1", "840", "B"]
+    assert line.split() == [
+        "all",
+        "ranks",
+        "1",
+        "x",
+        "8",
+        "0-7",
+        "loads",
+        "of",
+        "experts",
+        "1",
+        "840",
+        "B",
+    ]
 
 
 def test_the_header_says_what_is_trained_and_on_what():
@@ -283,11 +322,20 @@ def test_all_that_ranks_send_is_in_the_table(overrides):
     config = load_config(FOUR, overrides)
     work = build_step_plan(config.run, config.for_island(0)).work
     lines = traffic_lines(work)
-    expected = [row for pp_rank in range(work.degrees.pp) for row in expected_traffic(work, pp_rank)]
-    most = max(sum(row.sent_bytes for row in expected_traffic(work, pp_rank)) for pp_rank in range(work.degrees.pp))
+    expected = [
+        row for pp_rank in range(work.degrees.pp) for row in expected_traffic(work, pp_rank)
+    ]
+    most = max(
+        sum(row.sent_bytes for row in expected_traffic(work, pp_rank))
+        for pp_rank in range(work.degrees.pp)
+    )
     assert most <= sum(line.sent_bytes for line in lines) <= sum(row.sent_bytes for row in expected)
-    assert {line.axis for line in lines} >= {axis for axis in AXES if getattr(work.degrees, axis) > 1}
-    assert all(len(line.groups) * len(line.groups[0]) == work.degrees.num_ranks for line in lines[:-1])
+    assert {line.axis for line in lines} >= {
+        axis for axis in AXES if getattr(work.degrees, axis) > 1
+    }
+    assert all(
+        len(line.groups) * len(line.groups[0]) == work.degrees.num_ranks for line in lines[:-1]
+    )
 
 
 # Memory
@@ -307,7 +355,8 @@ def test_what_does_not_fit_names_a_value_to_set():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("7kB", 7000), ("2 tb", 2 * 10**12), ("9B", 9)]
+    ("text", "size"),
+    [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("7kB", 7000), ("2 tb", 2 * 10**12), ("9B", 9)],
 )
 def test_sizes_are_read_as_they_are_written(text, size):
     assert parse_bytes("--memory", text) == size
@@ -325,7 +374,9 @@ def test_a_wrong_mesh_is_the_error_of_every_other_command():
 
 
 def test_an_island_that_is_not_listed_is_refused():
-    assert "--island: got 3; allowed: 0, 1" in error_of(["islands=[{ranks: 1}, {ranks: 1}]"], index=3)
+    assert "--island: got 3; allowed: 0, 1" in error_of(
+        ["islands=[{ranks: 1}, {ranks: 1}]"], index=3
+    )
 
 
 @pytest.mark.parametrize("text", ["80", "GB", "much", "-3GB", "80 gigs"])
@@ -353,15 +404,36 @@ def test_without_a_pipeline_the_command_answers_before_it_loads_torch_and_fails_
     overrides = ["islands=[{ranks: 8, micro_batch: 2, mesh: {tp: 2}}]"]
     command = [sys.executable, "-c", code, "mesh", str(FOUR), *overrides]
     done = subprocess.run(command, cwd=ROOT, timeout=180, capture_output=True, text=True)
-    assert "peak" in done.stdout.rstrip().splitlines()[-1] and "import of torch halted" in done.stderr
-    wrong = [sys.executable, "-m", "diloco", "mesh", str(FOUR), "islands=[{ranks: 3, mesh: {tp: 2}}]"]
+    assert (
+        "peak" in done.stdout.rstrip().splitlines()[-1] and "import of torch halted" in done.stderr
+    )
+    wrong = [
+        sys.executable,
+        "-m",
+        "diloco",
+        "mesh",
+        str(FOUR),
+        "islands=[{ranks: 3, mesh: {tp: 2}}]",
+    ]
     failed = subprocess.run(wrong, cwd=ROOT, timeout=60, capture_output=True, text=True)
     assert failed.returncode == 2 and failed.stdout == ""
-    assert failed.stderr.startswith("error: island 0: island.mesh: tp 2") and failed.stderr.count("\n") == 1
+    assert (
+        failed.stderr.startswith("error: island 0: island.mesh: tp 2")
+        and failed.stderr.count("\n") == 1
+    )
 
 
 def test_the_status_says_that_a_step_does_not_fit():
-    command = [sys.executable, "-m", "diloco", "mesh", str(FOUR), "islands=[{ranks: 1}]", "--memory", "1kB"]
+    command = [
+        sys.executable,
+        "-m",
+        "diloco",
+        "mesh",
+        str(FOUR),
+        "islands=[{ranks: 1}]",
+        "--memory",
+        "1kB",
+    ]
     done = subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "") and "an inner step needs" in done.stdout
 
@@ -378,7 +450,9 @@ def seconds_of(overrides: list[str], **flags: str) -> dict[str, tuple[str, float
 def test_traffic_takes_the_link_of_its_node_or_the_one_between_nodes():
     rows = seconds_of([], gpu="h100", fabric="ethernet-100")
     assert rows["tp: activations"][0] == "h100's own link, 450 GB/s"
-    assert rows["pp: activations"][0] == "ethernet-100, 12.5 GB/s", "16 ranks, pp 2: ranks 0 and 8 are on two nodes"
+    assert rows["pp: activations"][0] == "ethernet-100, 12.5 GB/s", (
+        "16 ranks, pp 2: ranks 0 and 8 are on two nodes"
+    )
     config = load_config(FOUR)
     lines = traffic_lines(build_step_plan(config.run, config.for_island(0)).work)
     sent = {(line.axis, line.what): line.sent_bytes for line in lines}
@@ -396,8 +470,12 @@ def test_a_step_must_fit_into_the_gpu_that_is_named():
 
 def test_a_run_with_stages_has_a_line_for_each_and_the_picture_is_of_the_one_that_needs_most():
     stages = "[{tokens: 65536, seq_len: 64, tokens_per_step: 2048}, {tokens_per_step: 8192}]"
-    lines = picture(["outer.rounds=40", f"stages={stages}", "data.seq_len=128", "island.micro_batch=4"])
-    begin = next(number for number, line in enumerate(lines) if line.startswith("Stages of the run"))
+    lines = picture(
+        ["outer.rounds=40", f"stages={stages}", "data.seq_len=128", "island.micro_batch=4"]
+    )
+    begin = next(
+        number for number, line in enumerate(lines) if line.startswith("Stages of the run")
+    )
     assert "of stage 2, which needs most memory" in lines[begin]
     rows = [line.split() for line in lines[begin + 2 : begin + 4]]
     assert [row[2:5] for row in rows] == [["2,048", "64", "4"], ["8,192", "128", "8"]]

@@ -45,7 +45,15 @@ def error_of(overrides: list[str] | None = None, **asked: object) -> str:
 
 def test_the_plan_shows_every_term_memory_time_and_advice():
     text = "\n".join(printed([], bandwidth="1mbit", rtt="50ms"))
-    for word in ("inner steps", "transfer", "round trips", "codec", "outer step", "slowest island", "global params"):
+    for word in (
+        "inner steps",
+        "transfer",
+        "round trips",
+        "codec",
+        "outer step",
+        "slowest island",
+        "global params",
+    ):
         assert word in text
     assert "tokens/s" in text and "bits per parameter" in text
     assert "set outer." in text
@@ -55,19 +63,25 @@ def test_host_memory_is_what_the_outer_loop_keeps():
     def amounts(*overrides: str) -> dict[str, str]:
         lines = printed(list(overrides))
         start = next(i for i, line in enumerate(lines) if line.startswith("What a rank holds"))
-        rows = [re.split(r"\s{2,}", line.strip()) for line in lines[start + 2 : lines.index("", start)]]
+        rows = [
+            re.split(r"\s{2,}", line.strip()) for line in lines[start + 2 : lines.index("", start)]
+        ]
         return {name: estimate for name, *_, estimate in rows}
 
     plain = amounts()
     assert plain["global params"] == "2.1 MB", "1.05M parameters, 4 bytes each, on 2 ranks"
     assert "outer momentum" not in plain and "residuals of coding" not in plain
     assert amounts("outer.optimizer.momentum=0.9")["outer momentum"] == "2.1 MB"
-    assert amounts("outer.coding.feedback=0.9")["residuals of coding"] == "6.3 MB", "the old ones and the new ones"
+    assert amounts("outer.coding.feedback=0.9")["residuals of coding"] == "6.3 MB", (
+        "the old ones and the new ones"
+    )
     assert plain["a round's snapshot"] == "2.1 MB"
     moments = amounts("outer.moments=[3,6]")
     assert moments["averaged moments"] == "4.2 MB" and moments["a round's snapshot"] == "6.3 MB"
     assert moments["global params"] == plain["global params"]
-    assert amounts("outer.fragments=5")["a round's snapshot"] == "492 kB", "of the largest fragment, a layer"
+    assert amounts("outer.fragments=5")["a round's snapshot"] == "492 kB", (
+        "of the largest fragment, a layer"
+    )
 
 
 def test_no_line_is_wider_than_the_terminal():
@@ -101,7 +115,11 @@ def test_with_gpus_the_plan_says_what_laws_and_our_runs_say():
 
 def test_the_time_on_gpus_is_compute_over_their_speed():
     def hours(**more: object) -> float:
-        line = next(line for line in printed([], 160, flops="1G", tokens="100M", **more) if line.startswith("takes"))
+        line = next(
+            line
+            for line in printed([], 160, flops="1G", tokens="100M", **more)
+            if line.startswith("takes")
+        )
         return float(line.split()[1]) * (24 if "days" in line else 1)
 
     assert hours(gpus=8) == pytest.approx(hours(gpus=2) / 4, rel=0.01)
@@ -143,7 +161,12 @@ def test_too_many_fragments_are_answered_with_as_many_as_there_can_be():
 
 
 def test_counts_are_read_with_their_letters():
-    assert [parse_count(text) for text in ("10B", "1.5k", "2e6", "400T")] == [1e10, 1500.0, 2e6, 4e14]
+    assert [parse_count(text) for text in ("10B", "1.5k", "2e6", "400T")] == [
+        1e10,
+        1500.0,
+        2e6,
+        4e14,
+    ]
 
 
 def test_gpus_of_different_kinds_make_the_slower_island_wait_as_long_as_their_peaks_differ():
@@ -164,7 +187,9 @@ def test_a_wrong_gpu_is_named_with_the_known_ones():
     assert "give one of them" in error_of(gpu="h100", flops="1T", step_seconds=None)
 
 
-SHIPPED = sorted(path for path in QUICKSTART.parent.rglob("*.yaml") if "experiments" not in path.parts)
+SHIPPED = sorted(
+    path for path in QUICKSTART.parent.rglob("*.yaml") if "experiments" not in path.parts
+)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -180,11 +205,16 @@ def test_the_shipped_clusters_are_planned_with_the_vocabulary_of_their_tokenizer
 
 def test_a_vocabulary_that_is_not_known_is_warned_of_beside_the_recommendation():
     text = " ".join(printed(["data.tokenizer=some/tokenizer"], width=200)[-4:])
-    assert "warning: all of this is for a vocabulary of 260, as the tokenizer 'some/tokenizer' is not on" in text
+    assert (
+        "warning: all of this is for a vocabulary of 260, as the tokenizer 'some/tokenizer' is not "
+        "on" in text
+    )
     assert not any("warning" in line for line in printed(["data.tokenizer=gpt2"], width=200))
 
 
-def test_a_tokenizer_in_the_cache_of_the_hub_gives_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tokenizer_in_the_cache_of_the_hub_gives_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     cached = tmp_path / "models--some--tokenizer"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("abc")
@@ -192,4 +222,7 @@ def test_a_tokenizer_in_the_cache_of_the_hub_gives_the_vocabulary(tmp_path: Path
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 776}, unk_token="a"))
     made.save(str(cached / "snapshots" / "abc" / "tokenizer.json"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert vocabulary(load_config(QUICKSTART, ["data.tokenizer=some/tokenizer"]).run) == (777, False)
+    assert vocabulary(load_config(QUICKSTART, ["data.tokenizer=some/tokenizer"]).run) == (
+        777,
+        False,
+    )

@@ -23,12 +23,22 @@ IDEAL = LinkSpeed(1e6, payload_share=1.0)
 
 
 def case(
-    link: LinkSpeed = IDEAL, speed: HostSpeed = FREE, num_islands: int = 2, spread: float = 0.0, **outer: object
+    link: LinkSpeed = IDEAL,
+    speed: HostSpeed = FREE,
+    num_islands: int = 2,
+    spread: float = 0.0,
+    **outer: object,
 ) -> Case:
     """A run with inner steps of 1 s; by default fp32 over gloo on an ideal link of 1 Mbit/s."""
     config = OuterConfig.model_validate({"inner_steps": 12, "transport": "gloo"} | outer)
     return Case(
-        outer=config, specs=SPECS, num_islands=num_islands, step_seconds=1.0, link=link, speed=speed, spread=spread
+        outer=config,
+        specs=SPECS,
+        num_islands=num_islands,
+        step_seconds=1.0,
+        link=link,
+        speed=speed,
+        spread=spread,
     )
 
 
@@ -39,7 +49,9 @@ def case(
 def test_islands_send_two_times_all_but_their_share(num_islands):
     (fragment,) = round_bytes(OuterConfig(), SPECS, num_islands)
     assert fragment.num_elements == NUM_PARAMS
-    assert fragment.sent_bytes == pytest.approx(4 * NUM_PARAMS * 2 * (num_islands - 1) / num_islands, rel=1e-6)
+    assert fragment.sent_bytes == pytest.approx(
+        4 * NUM_PARAMS * 2 * (num_islands - 1) / num_islands, rel=1e-6
+    )
 
 
 def test_who_reduces_one_part_more_sends_most():
@@ -60,7 +72,10 @@ def test_fragments_together_send_what_the_whole_does():
 
 
 def test_moments_every_third_and_sixth_cycle_are_half_as_many_bytes_again():
-    plain, averaged = (predict(case(moments=moments, fragments=4, part_elements=1 << 14)) for moments in (None, (3, 6)))
+    plain, averaged = (
+        predict(case(moments=moments, fragments=4, part_elements=1 << 14))
+        for moments in (None, (3, 6))
+    )
     assert averaged.sent_bytes == pytest.approx(1.5 * plain.sent_bytes, rel=1e-9)
     assert averaged.bits_per_param_step == pytest.approx(1.5 * plain.bits_per_param_step, rel=1e-9)
     assert averaged.transfer_seconds == pytest.approx(1.5 * plain.transfer_seconds, rel=0.03)
@@ -68,7 +83,9 @@ def test_moments_every_third_and_sixth_cycle_are_half_as_many_bytes_again():
 
 
 def test_moments_go_in_bf16_beside_a_coarser_codec():
-    plain, averaged = (round_bytes(OuterConfig(codec="int4", moments=m), SPECS, 2)[0] for m in (None, (1, 1)))
+    plain, averaged = (
+        round_bytes(OuterConfig(codec="int4", moments=m), SPECS, 2)[0] for m in (None, (1, 1))
+    )
     assert averaged.sent_bytes - plain.sent_bytes == pytest.approx(2 * 2 * NUM_PARAMS, rel=0.01)
 
 
@@ -90,13 +107,17 @@ def test_a_blocking_round_takes_its_bytes_at_the_links_rate():
     p = predict(case(part_elements=1 << 16))
     # Two islands send all bytes once; the mean of the last of 16 parts comes when all else has.
     (fragment,) = round_bytes(OuterConfig(part_elements=1 << 16), SPECS, 2)
-    assert p.transfer_seconds == pytest.approx((32 * NUM_PARAMS + 8 * fragment.last_bytes) / 1e6, rel=1e-3)
+    assert p.transfer_seconds == pytest.approx(
+        (32 * NUM_PARAMS + 8 * fragment.last_bytes) / 1e6, rel=1e-3
+    )
     assert p.utilisation == pytest.approx(12.0 / (12.0 + p.transfer_seconds))
     assert fragment.last_bytes < fragment.sent_bytes / 10
 
 
 def test_the_terms_are_the_total():
-    speed = HostSpeed(encode=1e-8, decode=1e-8, merge=1e-8, snapshot=1e-8, step=1e-8, write=1e-8, digest=1e-9)
+    speed = HostSpeed(
+        encode=1e-8, decode=1e-8, merge=1e-8, snapshot=1e-8, step=1e-8, write=1e-8, digest=1e-9
+    )
     p = predict(case(LinkSpeed(1e6, 0.05), speed, num_islands=4, spread=0.1, fragments=3, delay=1))
     rounds = p.transfer_seconds + p.trip_seconds + p.codec_seconds + p.step_seconds
     assert p.total_seconds == p.compute_seconds + rounds + p.copy_seconds + p.spread_seconds
@@ -114,7 +135,9 @@ def test_a_delay_hides_as_long_as_its_inner_steps_take():
 def test_a_delay_that_is_long_enough_hides_a_round_but_not_its_copies():
     speed = replace(FREE, snapshot=1e-6, write=1e-6)
     p = predict(case(LinkSpeed(1e8, payload_share=1.0), speed, delay=2))
-    assert p.transfer_seconds == 0 and p.hidden_seconds == pytest.approx(p.busy_transfer_seconds, rel=0.1)
+    assert p.transfer_seconds == 0 and p.hidden_seconds == pytest.approx(
+        p.busy_transfer_seconds, rel=0.1
+    )
     assert p.total_seconds == pytest.approx(12.0 + 2e-6 * NUM_PARAMS)
 
 
@@ -124,7 +147,9 @@ def test_fragments_hide_a_delay_each():
 
 
 def test_a_fragment_costs_its_own_round_trips():
-    one, four = (predict(case(LinkSpeed(1e12, 0.1), fragments=count)).trip_seconds for count in (1, 4))
+    one, four = (
+        predict(case(LinkSpeed(1e12, 0.1), fragments=count)).trip_seconds for count in (1, 4)
+    )
     assert one >= 0.3 and four == pytest.approx(4 * one, rel=0.5)
 
 
@@ -159,7 +184,9 @@ def test_slow_start_is_a_few_round_trips_that_more_bandwidth_adds_to():
 
 def test_a_codec_counts_as_far_as_the_transfer_does_not_cover_it():
     fast, slow = replace(FREE, encode=1e-9), replace(FREE, encode=1e-4)
-    covered, waited_for = (predict(case(speed=speed, part_elements=1 << 16)) for speed in (fast, slow))
+    covered, waited_for = (
+        predict(case(speed=speed, part_elements=1 << 16)) for speed in (fast, slow)
+    )
     assert covered.codec_seconds < covered.busy_codec_seconds / 10
     assert not covered.is_codec_slower and waited_for.is_codec_slower
     assert waited_for.codec_seconds + waited_for.transfer_seconds > waited_for.busy_codec_seconds
@@ -173,7 +200,9 @@ def test_ranks_share_the_hosts_work():
 
 
 def test_ranks_on_one_core_take_each_others_time():
-    speed = HostSpeed(encode=1e-8, decode=2e-8, merge=3e-8, snapshot=4e-8, step=5e-8, write=6e-8, digest=7e-8)
+    speed = HostSpeed(
+        encode=1e-8, decode=2e-8, merge=3e-8, snapshot=4e-8, step=5e-8, write=6e-8, digest=7e-8
+    )
     halved = HostSpeed(**{name: 2 * seconds for name, seconds in vars(speed).items()})
     alone, shared = predict(case(speed=speed)), predict(case(speed=halved))
     assert shared.busy_codec_seconds == pytest.approx(2 * alone.busy_codec_seconds)
@@ -195,7 +224,9 @@ def test_timed_rounds_have_as_many_steps_as_there_is_time_for():
 def test_feedback_decodes_what_it_encodes():
     speed = replace(FREE, decode=1e-6)
     plain = predict(case(speed=speed, codec="int8")).busy_codec_seconds
-    kept = predict(case(speed=speed, codec="int8", coding=CodingConfig(feedback=0.9))).busy_codec_seconds
+    kept = predict(
+        case(speed=speed, codec="int8", coding=CodingConfig(feedback=0.9))
+    ).busy_codec_seconds
     assert kept == pytest.approx(plain * 3.5 / 2)
 
 

@@ -1,4 +1,6 @@
-"""The roofline of a step counts the operations that a model makes, and the bytes that its matrix products touch."""
+"""The roofline of a step counts the operations that a model makes, and the bytes that its matrix
+products touch.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -31,13 +33,17 @@ def kinds(work: Workload) -> dict[str, StepWork]:
     return {kind.name: kind for kind in step_work(work, ADAMW)}
 
 
-@pytest.mark.parametrize("sizes", [SIZES, MIXTURE, LATENT], ids=["dense", "experts", "latent attention"])
+@pytest.mark.parametrize(
+    "sizes", [SIZES, MIXTURE, LATENT], ids=["dense", "experts", "latent attention"]
+)
 def test_operations_of_products_are_those_of_the_formula(sizes: ModelSizes) -> None:
     found = kinds(workload(sizes))
     flops = flops_per_token(sizes, 128)
     products = found["products of layers"].flops + found["head and loss"].flops
     assert products == pytest.approx(256 * flops.matmul)
-    assert found["attention"].flops == pytest.approx(256 * (flops.attention + flops.recomputed + flops.padding) / 2)
+    assert found["attention"].flops == pytest.approx(
+        256 * (flops.attention + flops.recomputed + flops.padding) / 2
+    )
 
 
 class MatrixBytes(TorchDispatchMode):
@@ -69,7 +75,8 @@ def test_a_product_of_experts_reads_every_expert_and_a_row_per_choice() -> None:
     experts = ExpertsConfig(number=6, per_token=2, dim=24)
     with_experts = replace(SIZES, experts=experts)
     without = kinds(workload(replace(SIZES, ffn_dim=8)))["products of layers"].num_bytes
-    # Of a layer: gate, up and down of width 8 before; now six experts, two rows a token, and a router.
+    # Of a layer: gate, up and down of width 8 before; now six experts, two rows a token, and a
+    # router.
     before = 3 * (256 * (64 + 8) + 64 * 8)
     now = 3 * (512 * (64 + 24) + 6 * 64 * 24) + 256 * (64 + 6) + 64 * 6
     found = kinds(workload(with_experts))["products of layers"].num_bytes
@@ -81,17 +88,29 @@ def test_ranks_share_the_work_and_recomputation_adds_to_it() -> None:
     for degrees in (Degrees(tp=2), Degrees(pp=3)):
         shared = kinds(workload(degrees=degrees))
         parts = degrees.tp * degrees.pp
-        assert shared["products of layers"].flops == pytest.approx(alone["products of layers"].flops / parts)
+        assert shared["products of layers"].flops == pytest.approx(
+            alone["products of layers"].flops / parts
+        )
         assert shared["attention"].flops == pytest.approx(alone["attention"].flops / parts)
-    assert kinds(workload(degrees=Degrees(cp=2)))["attention"].flops == pytest.approx(alone["attention"].flops / 2)
+    assert kinds(workload(degrees=Degrees(cp=2)))["attention"].flops == pytest.approx(
+        alone["attention"].flops / 2
+    )
     assert "computed again" not in alone
-    again = {each: kinds(workload(parallel=ParallelConfig(recompute=each))) for each in ("attention", "full")}
+    again = {
+        each: kinds(workload(parallel=ParallelConfig(recompute=each)))
+        for each in ("attention", "full")
+    }
     assert 0 < again["attention"]["computed again"].flops < again["full"]["computed again"].flops
-    assert again["full"]["computed again"].flops < alone["products of layers"].flops / 3 + alone["attention"].flops
+    assert (
+        again["full"]["computed again"].flops
+        < alone["products of layers"].flops / 3 + alone["attention"].flops
+    )
 
 
 def test_the_optimizer_reads_and_writes_each_parameter_of_its_shard() -> None:
-    whole, shared = (kinds(workload(degrees=Degrees(dp_shard=n)))["optimizer"].num_bytes for n in (1, 4))
+    whole, shared = (
+        kinds(workload(degrees=Degrees(dp_shard=n)))["optimizer"].num_bytes for n in (1, 4)
+    )
     num_params = 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 160 * 64 + 2 * 64) + 2 * 300 * 64 + 64
     assert whole == num_params * (4 + 4 + 4 + 16)
     assert shared == pytest.approx(whole / 4, rel=0.01)
@@ -107,5 +126,7 @@ def test_the_slower_of_computing_and_memory_bounds_a_kind_of_work() -> None:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_step_without_recomputation_is_near_its_gpu_s_rate_at_best(name: str) -> None:
-    work = workload(replace(PRESETS["8b"], num_layers=4), seq_len=4096, micro_batch=4, compute_itemsize=2)
+    work = workload(
+        replace(PRESETS["8b"], num_layers=4), seq_len=4096, micro_batch=4, compute_itemsize=2
+    )
     assert 0.6 < roofline_mfu(work, ADAMW, GPUS[name]) < 1.2

@@ -1,9 +1,23 @@
-"""The scaling laws against figures that their authors print, and against what defines a best allocation."""
+"""The scaling laws against figures that their authors print, and against what defines a best
+allocation.
+"""
 
 import pytest
 
-from diloco.planning.laws.chinchilla import Allocation, best_for_compute, cheapest_for_loss, overhead
-from diloco.planning.laws.islands import CHECKED, best_batch, best_lr, diloco_loss, is_extrapolated, loss_gap
+from diloco.planning.laws.chinchilla import (
+    Allocation,
+    best_for_compute,
+    cheapest_for_loss,
+    overhead,
+)
+from diloco.planning.laws.islands import (
+    CHECKED,
+    best_batch,
+    best_lr,
+    diloco_loss,
+    is_extrapolated,
+    loss_gap,
+)
 
 COMPUTE = [1e18, 1e21, 5.76e23]
 
@@ -24,13 +38,19 @@ def test_the_cheapest_way_to_the_best_loss_of_a_budget_is_that_budget(flops: flo
     assert overhead(best) == pytest.approx(0.0, abs=1e-9)
 
 
-@pytest.mark.parametrize(("share", "expected", "within"), [(0.5, 0.20, 0.01), (0.3, 1.0, 0.06), (0.25, 1.88, 0.01)])
+@pytest.mark.parametrize(
+    ("share", "expected", "within"), [(0.5, 0.20, 0.01), (0.3, 1.0, 0.06), (0.25, 1.88, 0.01)]
+)
 def test_smaller_models_cost_what_de_vries_prints(share: float, expected: float, within: float):
     best = best_for_compute(1e22)
     low, high = best.tokens, 1000 * best.tokens
     while high > 1.0001 * low:  # Tokens at which the smaller model reaches the same loss.
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if Allocation(share * best.params, middle).loss > best.loss else (low, middle)
+        low, high = (
+            (middle, high)
+            if Allocation(share * best.params, middle).loss > best.loss
+            else (low, middle)
+        )
     assert overhead(Allocation(share * best.params, high)) == pytest.approx(expected, abs=within)
 
 
@@ -43,7 +63,10 @@ def test_more_islands_change_the_joint_fits_as_the_paper_says():
 
 
 def test_the_gap_shrinks_with_the_size_and_grows_with_islands():
-    gaps = {islands: [100 * loss_gap(params, islands) for params in (35e6, 1e9, 4e9, 1e10)] for islands in (1, 2, 4, 8)}
+    gaps = {
+        islands: [100 * loss_gap(params, islands) for params in (35e6, 1e9, 4e9, 1e10)]
+        for islands in (1, 2, 4, 8)
+    }
     assert gaps[1] == pytest.approx([-0.1, -0.4, -0.5, -0.6], abs=0.06)
     assert gaps[2] == pytest.approx([0.7, 0.15, -0.07, -0.2], abs=0.06)
     assert gaps[4] == pytest.approx([1.9, 0.5, 0.0, -0.35], abs=0.06)
@@ -56,7 +79,12 @@ def test_the_papers_largest_models_are_behind_the_fits_by_a_third_to_two_thirds_
 
 
 def test_sizes_that_were_not_fitted_are_known_as_such():
-    assert [is_extrapolated(params) for params in (1e6, 35e6, 2.4e9, 1e10)] == [True, False, False, True]
+    assert [is_extrapolated(params) for params in (1e6, 35e6, 2.4e9, 1e10)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_the_fit_expects_of_chinchilla_less_loss_than_of_gopher_by_so_much():

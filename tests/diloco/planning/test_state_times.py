@@ -1,4 +1,6 @@
-"""The bytes of an island's state, as the plan counts them, are those of a real checkpoint and a real download."""
+"""The bytes of an island's state, as the plan counts them, are those of a real checkpoint and a
+real download.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,12 @@ from diloco.simulate.in_process import configure_in_process
 from diloco.simulate.threads import train_together
 from tests.swarm import swarm
 
-SIZES = ["model.dim=128", "outer.part_elements=100_000", "outer.rounds=2", "island.checkpoint.every_rounds=10"]
+SIZES = [
+    "model.dim=128",
+    "outer.part_elements=100_000",
+    "outer.rounds=2",
+    "island.checkpoint.every_rounds=10",
+]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ MODELS = {
     "10B": Model(num_layers=48, num_params=10e9, step_seconds=0.8),
     "100B": Model(num_layers=108, num_params=100e9, step_seconds=4.9),
 }
-# 2501.18512, table 4: Gbit/s for TARGETS. Columns: data-parallel, DiLoCo, streaming, with delay 1, with 4 bits, too.
+# 2501.18512, table 4: Gbit/s for TARGETS. Columns: data-parallel, DiLoCo, streaming, with delay 1,
+# with 4 bits, too.
 PRINTED = {
     "1B": (
         "86.8 152.6 184.2 222.3 569.0",
@@ -47,7 +48,9 @@ def data_parallel(model: Model, bits: float = 16.0) -> Method:
 
 
 def last_below(shares: np.ndarray, target: float) -> int:
-    """Index of the last bandwidth in GRID_GBITS whose utilisation (`shares`) is below `target`; -1 if none is."""
+    """Index of the last bandwidth in GRID_GBITS whose utilisation (`shares`) is below `target`; -1
+    if none is.
+    """
     return int(np.argmax(shares >= target)) - 1 if (shares >= target).any() else len(shares) - 1
 
 
@@ -72,7 +75,9 @@ def test_the_papers_table_comes_out_but_for_six_neighbours_on_the_grid():
     for name, model in MODELS.items():
         for method, row in zip(methods_of(model), PRINTED[name], strict=True):
             shares = utilisation(model, method, GRID_GBITS)
-            pairs += [(last_below(shares, t), want) for t, want in zip(TARGETS, row.split(), strict=True)]
+            pairs += [
+                (last_below(shares, t), want) for t, want in zip(TARGETS, row.split(), strict=True)
+            ]
     assert len(pairs) == 75
     assert sum(format_gbits(index) == want for index, want in pairs) >= 69
     assert all(want in [format_gbits(index + step) for step in (-1, 0, 1)] for index, want in pairs)
@@ -83,7 +88,8 @@ def test_a_link_without_limit_computes_all_the_time():
 
 
 def test_a_link_that_is_always_busy_gives_its_own_rate():
-    # 1e9 x 4 bits in each 10 steps take 40 s at 0.1 Gbit/s, and a new sync is there before the last one has ended.
+    # 1e9 x 4 bits in each 10 steps take 40 s at 0.1 Gbit/s, and a new sync is there before the last
+    # one has ended.
     method = diloco(SMALL, 10, delay=10, bits=4)
     compute = 10 * 17 / 18
     assert utilisation(SMALL, method, np.array([0.1])) == pytest.approx(compute / 40, rel=1e-6)
@@ -93,8 +99,8 @@ def test_a_blocking_sync_is_hidden_by_the_rest_of_its_backward_alone():
     # All layers are sent after a tenth of a second each, the last when the backward has ended.
     model = Model(num_layers=2, num_params=2e9, step_seconds=6.0)
     method = diloco(model, 4, bits=1)
-    # Layer 1's gradient is there at node 4 of 5, layer 0's at the end; the first forward waits for it: 10 s at
-    # 0.1 Gbit/s each, the first from node 4 on.
+    # Layer 1's gradient is there at node 4 of 5, layer 0's at the end; the first forward waits for
+    # it: 10 s at 0.1 Gbit/s each, the first from node 4 on.
     assert utilisation(model, method, np.array([0.1])) == pytest.approx(20 / (20 + 19), rel=1e-6)
 
 

@@ -29,7 +29,12 @@ def commit_file(checkout: Path, text: str) -> None:
 def test_code_packages_hardware_and_command_are_written(tmp_path: Path) -> None:
     assert write(tmp_path) == {}
     found = json.loads((tmp_path / "environment.json").read_text())
-    assert found["packages"]["torch"] and found["cores"] >= 1 and found["processor"] and found["command"] == sys.argv
+    assert (
+        found["packages"]["torch"]
+        and found["cores"] >= 1
+        and found["processor"]
+        and found["command"] == sys.argv
+    )
 
 
 def test_a_change_of_the_code_or_of_a_package_is_returned_at_the_next_start(tmp_path: Path) -> None:
@@ -62,7 +67,9 @@ def test_a_folder_that_is_no_checkout_has_no_diff(tmp_path: Path) -> None:
     assert read_diff(tmp_path) == ""
 
 
-@pytest.mark.parametrize(("name", "told"), [("NCCL_DEBUG", True), ("HF_HUB_TOKEN", False), ("WANDB_API_KEY", False)])
+@pytest.mark.parametrize(
+    ("name", "told"), [("NCCL_DEBUG", True), ("HF_HUB_TOKEN", False), ("WANDB_API_KEY", False)]
+)
 def test_secrets_are_not_written(name: str, told: bool) -> None:
     assert is_told(name) is told
 
@@ -74,7 +81,11 @@ def test_the_environment_is_described_once_in_a_process() -> None:
 def test_packages_that_are_half_installed_are_left_out_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    for name, metadata in (("empty", None), ("nameless", b"Version: 1\n"), ("garbled", b"\xff\xfe")):
+    for name, metadata in (
+        ("empty", None),
+        ("nameless", b"Version: 1\n"),
+        ("garbled", b"\xff\xfe"),
+    ):
         (tmp_path / f"{name}-1.0.dist-info").mkdir()
         if metadata is not None:
             (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_bytes(metadata)

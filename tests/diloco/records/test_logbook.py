@@ -25,17 +25,30 @@ def test_a_first_start_says_with_what(tmp_path):
     start(book, "island.ranks=4", "island.mesh.tp=2")
     (entry,) = entries(book)
     run_hash = parse_config("name: run").run.hash
-    assert entry.startswith(f"started: config {run_hash}, dp_shard2 x tp2, on ") and "torch 2" in entry
-    assert re.match(r"# Logbook of run\n\n- \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ \*\*island-0\*\* ", book.path.read_text())
+    assert (
+        entry.startswith(f"started: config {run_hash}, dp_shard2 x tp2, on ") and "torch 2" in entry
+    )
+    assert re.match(
+        r"# Logbook of run\n\n- \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ \*\*island-0\*\* ",
+        book.path.read_text(),
+    )
 
 
-def test_a_restart_says_how_the_island_last_ended_and_what_is_configured_differently(tmp_path, monkeypatch):
+def test_a_restart_says_how_the_island_last_ended_and_what_is_configured_differently(
+    tmp_path, monkeypatch
+):
     book = Logbook(tmp_path / "run", "island-0")
     start(book)
     book.note("failed", "rank 2: MemoryError: 8 GB")
     Logbook(tmp_path / "run", "island-1").note("left", "the run is done")
     book.note("left", "stopped by a signal")
-    start(book, "optimizer.lr=0.5", "island.bootstrap=[tcp://h:1]", restart="1", monkeypatch=monkeypatch)
+    start(
+        book,
+        "optimizer.lr=0.5",
+        "island.bootstrap=[tcp://h:1]",
+        restart="1",
+        monkeypatch=monkeypatch,
+    )
     again, cause, change = entries(book)[-3:]
     assert again.startswith("started again: ") and again.endswith(", restart 1")
     assert cause == "cause: it last ended with 'failed: rank 2: MemoryError: 8 GB'"
@@ -65,14 +78,18 @@ def write_many(folder, number):
 
 def test_islands_that_write_at_once_leave_whole_lines(tmp_path):
     context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_many, args=(tmp_path / "run", number)) for number in range(4)]
+    writers = [
+        context.Process(target=write_many, args=(tmp_path / "run", number)) for number in range(4)
+    ]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(60)
     head, blank, *lines = (tmp_path / "run" / "LOGBOOK.md").read_text().splitlines()
     assert (head, blank, len(lines)) == ("# Logbook of run", "", 200)
-    assert all(re.fullmatch(r"- \S+ \S+ \*\*island-\d\*\* joined: \d+ x{400}", line) for line in lines)
+    assert all(
+        re.fullmatch(r"- \S+ \S+ \*\*island-\d\*\* joined: \d+ x{400}", line) for line in lines
+    )
 
 
 def test_a_start_names_only_the_packages_that_are_installed(tmp_path, monkeypatch):
@@ -83,7 +100,9 @@ def test_a_start_names_only_the_packages_that_are_installed(tmp_path, monkeypatc
     assert re.search(r", Python 3[\d.]+, torch 2\S+$", entry)
 
 
-def test_a_logbook_that_cannot_be_written_is_one_warning_and_its_entries_are_in_the_log(tmp_path, caplog):
+def test_a_logbook_that_cannot_be_written_is_one_warning_and_its_entries_are_in_the_log(
+    tmp_path, caplog
+):
     (tmp_path / "run" / "LOGBOOK.md").mkdir(parents=True)
     book = Logbook(tmp_path / "run", "island-0")
     with caplog.at_level("INFO"):

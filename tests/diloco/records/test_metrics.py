@@ -1,4 +1,6 @@
-"""Records: what is written is what is read, also after a kill, and the sinks get the same numbers."""
+"""Records: what is written is what is read, also after a kill, and the sinks get the same
+numbers.
+"""
 
 import doctest
 import json
@@ -153,12 +155,15 @@ def test_lines_that_are_no_record_are_skipped(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_every_line_it_wrote(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     program = (
-        "import sys; from pathlib import Path; from diloco.records.metrics import EventRecord, Metrics\n"
+        "import sys; from pathlib import Path; from diloco.records.metrics import EventRecord, "
+        "Metrics\n"
         f"metrics = Metrics(Path({str(path)!r}))\n"
         "for number in range(100): metrics.write(EventRecord(name=str(number)))\n"
         "sys.stdout.write('written\\n'); sys.stdout.flush(); sys.stdin.read()"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"written\n"
@@ -188,7 +193,9 @@ def test_facts_are_read_back_and_unknown_keys_ignored(tmp_path: Path) -> None:
 
 def test_no_facts_is_none_and_damaged_facts_name_the_key(tmp_path: Path) -> None:
     assert read_facts(tmp_path) is None
-    (tmp_path / "run.json").write_text('{"name": "quick", "num_params": "many", "num_islands": 2, "total_steps": 1}')
+    (tmp_path / "run.json").write_text(
+        '{"name": "quick", "num_params": "many", "num_islands": 2, "total_steps": 1}'
+    )
     with pytest.raises(InputError, match=r"run\.json is damaged: num_params: .*Delete it"):
         read_facts(tmp_path)
 
@@ -206,8 +213,15 @@ def test_islands_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
         write_one_of_each(Metrics(tmp_path / name / "metrics.jsonl"))
     run = read_run(tmp_path)
     assert [island.name for island in run.islands] == ["island-2", "island-10"]
-    assert [len(getattr(run.islands[0], kind)) for kind in ("steps", "rounds", "evals", "events")] == [1, 1, 1, 1]
-    assert sorted(["b", "island-10", "9", "island-9"], key=natural_key) == ["9", "b", "island-9", "island-10"]
+    assert [
+        len(getattr(run.islands[0], kind)) for kind in ("steps", "rounds", "evals", "events")
+    ] == [1, 1, 1, 1]
+    assert sorted(["b", "island-10", "9", "island-9"], key=natural_key) == [
+        "9",
+        "b",
+        "island-9",
+        "island-10",
+    ]
 
 
 def test_without_sinks_none_is_built_and_none_is_imported(tmp_path: Path) -> None:
@@ -216,7 +230,9 @@ def test_without_sinks_none_is_built_and_none_is_imported(tmp_path: Path) -> Non
         "import sys, diloco.records.sinks, diloco.records.run_folder; "
         "print({'torch', 'wandb', 'tensorboard'} & set(sys.modules))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=60, check=True
+    )
     assert result.stdout == b"set()\n"
 
 
@@ -233,19 +249,25 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     assert "round/digest" not in events.Tags()["scalars"]
 
 
-def test_wandb_offline_writes_into_the_run_folder_and_starts_nothing_that_sends(tmp_path: Path) -> None:
+def test_wandb_offline_writes_into_the_run_folder_and_starts_nothing_that_sends(
+    tmp_path: Path,
+) -> None:
     # In a process of its own: threads that wandb leaves must not be in the one that tests fork.
     program = (
         "import sys; from pathlib import Path; from diloco.config.schema import IslandConfig; "
         "from diloco.records.metrics import Metrics; from diloco.records.sinks import build_sinks; "
-        "from tests.diloco.records.test_metrics import write_one_of_each; folder = Path('island-0'); "
-        "sinks = build_sinks(IslandConfig(wandb='offline'), folder, run_name='quick', settings={'seed': 1}); "
+        "from tests.diloco.records.test_metrics import write_one_of_each; folder = "
+        "Path('island-0'); "
+        "sinks = build_sinks(IslandConfig(wandb='offline'), folder, run_name='quick', "
+        "settings={'seed': 1}); "
         "write_one_of_each(Metrics(folder / 'metrics.jsonl', sinks)); "
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=120, check=True)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, timeout=120, check=True
+    )
     assert result.stdout == b"[]\n"
     (log,) = tmp_path.glob("island-0/wandb/offline-run-*/*.wandb")
     content = log.read_bytes()
@@ -259,13 +281,18 @@ def test_wandb_without_an_account_is_refused_with_the_cure(tmp_path: Path) -> No
         "from pathlib import Path; from diloco.errors import ConfigError; "
         "from diloco.config.schema import IslandConfig; "
         "from diloco.records.sinks import build_sinks\n"
-        "try: build_sinks(IslandConfig(wandb='online'), Path('island-0'), run_name='quick', settings={})\n"
+        "try: build_sinks(IslandConfig(wandb='online'), Path('island-0'), run_name='quick', "
+        "settings={})\n"
         "except ConfigError as error: print(error)"
     )
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=120, check=True)
-    assert result.stdout.startswith(b"island.wandb: got 'online', and wandb cannot start: No API key configured")
+    result = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, timeout=120, check=True
+    )
+    assert result.stdout.startswith(
+        b"island.wandb: got 'online', and wandb cannot start: No API key configured"
+    )
     assert b"set island.wandb=offline" in result.stdout
 
 
@@ -288,7 +315,12 @@ def test_records_that_find_no_room_are_lost_and_those_after_are_whole(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     run_ranks(records_on_a_disk_that_fills_up, 1, path)
     tail = Tail(path)
-    assert [record.step for record in tail.new_records() if isinstance(record, StepRecord)] == [1, 2, 6, 7]
+    assert [record.step for record in tail.new_records() if isinstance(record, StepRecord)] == [
+        1,
+        2,
+        6,
+        7,
+    ]
 
 
 def test_a_full_disk_is_said_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -302,7 +334,9 @@ def test_a_full_disk_is_said_once(caplog: pytest.LogCaptureFixture, tmp_path: Pa
 
 
 def steps_with_a_tensorboard_that_finds_no_room(rank: int, folder: Path) -> None:
-    """Its file, which holds more of a step than metrics.jsonl does, reaches the size that no file may have."""
+    """Its file, which holds more of a step than metrics.jsonl does, reaches the size that no file
+    may have.
+    """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
     sinks = build_sinks(IslandConfig(tensorboard=True), folder, run_name="quick", settings={})
@@ -334,27 +368,39 @@ def test_records_begin_when_their_file_can_be_opened_and_sinks_get_all(
     path.rmdir()
     metrics.write(a_step(3))
     metrics.close()
-    assert [record.step for record in Tail(path).new_records() if isinstance(record, StepRecord)] == [3]
+    assert [
+        record.step for record in Tail(path).new_records() if isinstance(record, StepRecord)
+    ] == [3]
     assert caplog.messages[1:] == [f"{path}: can be written again; 2 records are missing from it"]
 
 
 def test_a_record_that_is_no_json_is_lost_and_the_next_one_is_not(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.write(EvalRecord(round=0, tokens=1, loss=2.0, bits_per_byte=3.0, source_losses={"a": math.nan}))
+    metrics.write(
+        EvalRecord(round=0, tokens=1, loss=2.0, bits_per_byte=3.0, source_losses={"a": math.nan})
+    )
     metrics.write(a_step(2))
     metrics.close()
     (record,) = Tail(tmp_path / "metrics.jsonl").new_records()
     assert isinstance(record, StepRecord) and record.step == 2
 
 
-def test_a_sink_that_cannot_start_is_one_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_sink_that_cannot_start_is_one_warning(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     (tmp_path / "tensorboard").write_text("in its way")
-    assert build_sinks(IslandConfig(tensorboard=True), tmp_path, run_name="quick", settings={}) == []
+    assert (
+        build_sinks(IslandConfig(tensorboard=True), tmp_path, run_name="quick", settings={}) == []
+    )
     (said,) = caplog.messages
-    assert said.startswith("nothing is written for TensorBoard") and said.endswith("training goes on")
+    assert said.startswith("nothing is written for TensorBoard") and said.endswith(
+        "training goes on"
+    )
 
 
-def test_a_fault_that_is_not_recorded_whole_is_left_out(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_fault_that_is_not_recorded_whole_is_left_out(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     fault = FaultRecord(spec="kill:1", kind="kill", islands=("island-1",), text="killed")
     record_fault(tmp_path, fault)
     with (tmp_path / "faults.jsonl").open("a") as file:

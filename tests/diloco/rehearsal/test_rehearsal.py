@@ -19,7 +19,9 @@ CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 TWO = "outer: {start_islands: 2, transport: gloo, codec: int4, quorum: 2}"
 
 
-def commit(number: int, at: float, digest: str = "a", by: tuple[str, ...] = ("island-0", "island-1")) -> RoundRecord:
+def commit(
+    number: int, at: float, digest: str = "a", by: tuple[str, ...] = ("island-0", "island-1")
+) -> RoundRecord:
     return RoundRecord(
         round=number,
         attempt=0,
@@ -37,7 +39,9 @@ def commit(number: int, at: float, digest: str = "a", by: tuple[str, ...] = ("is
 
 def fault(kind: str, at: float, *islands: str, is_end: bool = False) -> FaultRecord:
     text = f"{kind} {', '.join(islands)}"
-    return FaultRecord(spec=f"{kind}:1", kind=kind, islands=islands, text=text, is_end=is_end, time=at)
+    return FaultRecord(
+        spec=f"{kind}:1", kind=kind, islands=islands, text=text, is_end=is_end, time=at
+    )
 
 
 def run_of(faults: list[FaultRecord], *rounds: list[RoundRecord]) -> RunRecords:
@@ -66,7 +70,10 @@ def test_a_run_of_one_island_is_refused() -> None:
 
 
 def test_a_run_that_treats_experts_otherwise_is_rehearsed_with_a_small_mixture() -> None:
-    text = "{model: {preset: 1m-experts}, outer: {start_islands: 2, rounds: 9, experts: {every: 3}, transport: gloo}}"
+    text = (
+        "{model: {preset: 1m-experts}, outer: {start_islands: 2, rounds: 9, experts: {every: "
+        "3}, transport: gloo}}"
+    )
     small = in_the_small(parse_config(text))
     check_fragments(small.run)
     assert small.outer.experts.every == 3 and small.model.experts is not None
@@ -79,13 +86,17 @@ def test_a_cut_is_left_out_where_links_cannot_be_cut() -> None:
 
 
 def test_all_islands_are_killed_at_once_and_a_relay_where_the_config_has_one() -> None:
-    given = parse_config("{outer: {start_islands: 2, transport: tls}, island: {relays: ['203.0.113.7:31400']}}")
+    given = parse_config(
+        "{outer: {start_islands: 2, transport: tls}, island: {relays: ['203.0.113.7:31400']}}"
+    )
     faults = list(planned_faults(in_the_small(given), can_cut=True, has_relays=uses_relays(given)))
     assert {"kill:0+1@second=0,back=1", "kill:relay0@second=0,back=1"} <= set(faults)
     assert not uses_relays(parse_config(TWO))
 
 
-def test_times_are_those_from_the_fault_to_the_commits_of_the_others_and_of_the_island_itself() -> None:
+def test_times_are_those_from_the_fault_to_the_commits_of_the_others_and_of_the_island_itself() -> (
+    None
+):
     faults = [fault("kill", 10.0, "island-1"), fault("kill", 15.0, "island-1", is_end=True)]
     run = run_of(faults, [commit(0, 9.0), commit(1, 12.0)], [commit(0, 9.0), commit(2, 18.0)])
     (outcome,) = find_outcomes(run)
@@ -93,20 +104,31 @@ def test_times_are_those_from_the_fault_to_the_commits_of_the_others_and_of_the_
 
 
 def test_an_island_that_does_not_come_back_is_said() -> None:
-    run = run_of([fault("kill", 10.0, "island-1")], [commit(0, 9.0), commit(1, 12.0)], [commit(0, 9.0)])
+    run = run_of(
+        [fault("kill", 10.0, "island-1")], [commit(0, 9.0), commit(1, 12.0)], [commit(0, 9.0)]
+    )
     console = Console(record=True, width=200)
     assert not print_rehearsal(run, console)
     assert "NOT RECOVERED: kill island-1" in console.export_text()
 
 
 def test_others_that_do_not_commit_again_are_said() -> None:
-    run = run_of([fault("corrupt", 10.0, "island-1")], [commit(0, 9.0)], [commit(0, 9.0), commit(1, 12.0)])
+    run = run_of(
+        [fault("corrupt", 10.0, "island-1")], [commit(0, 9.0)], [commit(0, 9.0), commit(1, 12.0)]
+    )
     assert not print_rehearsal(run, Console(record=True))
 
 
 def test_when_all_islands_were_hit_they_alone_have_to_come_back() -> None:
-    faults = [fault("kill", 10.0, "island-0", "island-1"), fault("kill", 15.0, "island-0", "island-1", is_end=True)]
-    first, second, joiner = [commit(0, 9.0), commit(1, 18.0)], [commit(0, 9.0), commit(1, 18.0)], [commit(2, 30.0)]
+    faults = [
+        fault("kill", 10.0, "island-0", "island-1"),
+        fault("kill", 15.0, "island-0", "island-1", is_end=True),
+    ]
+    first, second, joiner = (
+        [commit(0, 9.0), commit(1, 18.0)],
+        [commit(0, 9.0), commit(1, 18.0)],
+        [commit(2, 30.0)],
+    )
     (outcome,) = find_outcomes(run_of(faults, first, second, joiner))
     assert (outcome.others, outcome.itself, outcome.is_good) == (None, 3.0, True)
     (outcome,) = find_outcomes(run_of(faults, first[:1], second[:1]))
@@ -119,10 +141,15 @@ def test_a_bootstrap_process_has_no_rounds_of_its_own() -> None:
 
 
 def test_only_a_cut_lets_islands_commit_apart() -> None:
-    own = [commit(1, 12.0, digest, by=(name,)) for digest, name in (("a", "island-0"), ("b", "island-1"))]
+    own = [
+        commit(1, 12.0, digest, by=(name,))
+        for digest, name in (("a", "island-0"), ("b", "island-1"))
+    ]
     apart = [own[0], commit(2, 20.0)], [own[1], commit(2, 20.0)]
     assert print_rehearsal(run_of([fault("cut", 10.0, "island-1")], *apart), Console(record=True))
-    assert not print_rehearsal(run_of([fault("kill", 10.0, "island-1")], *apart), Console(record=True))
+    assert not print_rehearsal(
+        run_of([fault("kill", 10.0, "island-1")], *apart), Console(record=True)
+    )
 
 
 def test_participants_of_one_round_that_disagree_are_a_failure_also_during_a_cut() -> None:

@@ -27,7 +27,11 @@ class Island:
             self.step, self.now = self.step + 1, self.now + STEP_SECONDS
             is_skipped = self.step == skipped
             self.tokens += 0 if is_skipped else TOKENS
-            loss = None if is_skipped else 2 + 3.5 * math.exp(-self.step / 20) + 0.05 * math.sin(self.step * 7.0)
+            loss = (
+                None
+                if is_skipped
+                else 2 + 3.5 * math.exp(-self.step / 20) + 0.05 * math.sin(self.step * 7.0)
+            )
             self.metrics.write(
                 StepRecord(
                     step=self.step,
@@ -42,7 +46,14 @@ class Island:
                 )
             )
 
-    def round(self, number: int, participants: tuple[str, ...], *, attempt: int = 0, cause: str | None = None) -> None:
+    def round(
+        self,
+        number: int,
+        participants: tuple[str, ...],
+        *,
+        attempt: int = 0,
+        cause: str | None = None,
+    ) -> None:
         self.now += WAIT_SECONDS + REDUCE_SECONDS
         self.metrics.write(
             RoundRecord(
@@ -65,7 +76,13 @@ class Island:
         self.now += 0.2
         loss = 2 + 3.5 * math.exp(-number / 2) - gain
         self.metrics.write(
-            EvalRecord(round=number, tokens=tokens, loss=loss, bits_per_byte=loss / math.log(2), time=self.now)
+            EvalRecord(
+                round=number,
+                tokens=tokens,
+                loss=loss,
+                bits_per_byte=loss / math.log(2),
+                time=self.now,
+            )
         )
 
     def event(self, name: str, text: str = "") -> None:
@@ -73,8 +90,14 @@ class Island:
 
 
 def write_run(run_dir: Path, num_rounds: int = 8) -> Path:
-    """Three islands: island-1 is lost in round 4, which is aborted once; island-2 joins for round 3."""
-    zero, one, two = Island(run_dir, "island-0"), Island(run_dir, "island-1"), Island(run_dir, "island-2", 3)
+    """Three islands: island-1 is lost in round 4, which is aborted once; island-2 joins for round
+    3.
+    """
+    zero, one, two = (
+        Island(run_dir, "island-0"),
+        Island(run_dir, "island-1"),
+        Island(run_dir, "island-2", 3),
+    )
     two.event("joined", "at round 3")
     for number in range(num_rounds):
         alive = [zero, *([one] if number <= 4 else []), *([two] if number >= 3 else [])]

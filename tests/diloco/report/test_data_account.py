@@ -33,17 +33,33 @@ def test_the_last_commits_account_is_the_runs() -> None:
     first = [commit(0, "0", "1", [[0, 3, 2]], 6), commit(1, "1", "2", [[6, 3, 2]], 12)]
     second = [commit(0, "0", "1", [[1, 3, 2]], 6), commit(1, "1", "2", [[7, 3, 2]], 12)]
     account = data_account(run_of(first, second))
-    assert account == {"units_trained": 12, "units_repeated": 0, "units_open": 88, "steps_accounted": 12}
+    assert account == {
+        "units_trained": 12,
+        "units_repeated": 0,
+        "units_open": 88,
+        "steps_accounted": 12,
+    }
 
 
 def test_units_read_twice_are_counted() -> None:
-    first, second = [commit(0, "0", "1", [[0, 3, 2]], 6)], [commit(0, "0", "1", [[2, 1, 1], [4, 2, 1]], 6)]
+    first, second = (
+        [commit(0, "0", "1", [[0, 3, 2]], 6)],
+        [commit(0, "0", "1", [[2, 1, 1], [4, 2, 1]], 6)],
+    )
     assert data_account(run_of(first, second))["units_repeated"] == 2
 
 
 def test_the_side_of_a_cut_that_did_not_survive_does_not_count() -> None:
-    first = [commit(0, "0", "1", [[0, 2, 2]], 4), commit(1, "1", "2", [[4, 4, 1]], 8), commit(2, "2", "3", [], 9)]
-    second = [commit(0, "0", "1", [[1, 2, 2]], 4), commit(1, "1", "x", [[5, 2, 1]], 6), commit(2, "2", "3", [], 9)]
+    first = [
+        commit(0, "0", "1", [[0, 2, 2]], 4),
+        commit(1, "1", "2", [[4, 4, 1]], 8),
+        commit(2, "2", "3", [], 9),
+    ]
+    second = [
+        commit(0, "0", "1", [[1, 2, 2]], 4),
+        commit(1, "1", "x", [[5, 2, 1]], 6),
+        commit(2, "2", "3", [], 9),
+    ]
     account = data_account(run_of(first, second))
     assert (account["units_repeated"], account["steps_accounted"]) == (0, 8)
 
@@ -58,4 +74,9 @@ def test_a_run_without_such_records_has_no_account() -> None:
 def test_a_round_made_again_after_a_stop_counts_once() -> None:
     rounds = [commit(0, "0", "1", [[0, 3, 1]], 3), commit(1, "1", "2", [[3, 3, 1]], 6)]
     account = data_account(run_of([*rounds, rounds[1]]))
-    assert account == {"units_trained": 6, "units_repeated": 0, "units_open": 94, "steps_accounted": 6}
+    assert account == {
+        "units_trained": 6,
+        "units_repeated": 0,
+        "units_open": 94,
+        "steps_accounted": 6,
+    }

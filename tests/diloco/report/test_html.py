@@ -15,7 +15,13 @@ from rich.console import Console
 from diloco.records.metrics import StepRecord
 from diloco.records.run_folder import RunFacts, read_run, write_facts
 from diloco.report.html import TEMPLATE, write_report
-from diloco.report.summary import DATA_PARALLEL_FORMULA, summarise, summarise_records, traffic_ratio, write_summary
+from diloco.report.summary import (
+    DATA_PARALLEL_FORMULA,
+    summarise,
+    summarise_records,
+    traffic_ratio,
+    write_summary,
+)
 from diloco.report.summary_table import describe_digests, print_summary
 from diloco.report.timeline import merge_steps, round_segments
 from inner.errors import InputError
@@ -49,7 +55,11 @@ def test_the_summary_counts_rounds_tokens_and_bytes(run_dir: Path) -> None:
     assert summary["steps"] == {"island-0": 80, "island-1": 50, "island-2": 50}
     assert summary["skipped_steps"] == {"island-0": 1, "island-1": 0, "island-2": 0}
     assert summary["tokens"] == (79 + 50 + 50) * TOKENS
-    assert summary["bytes_sent"] == {"island-0": 36_000_000, "island-1": 16_000_000, "island-2": 24_000_000}
+    assert summary["bytes_sent"] == {
+        "island-0": 36_000_000,
+        "island-1": 16_000_000,
+        "island-2": 24_000_000,
+    }
     assert summary["final_eval_loss"] == pytest.approx(2 + 3.5 * math.exp(-4))
     assert (summary["baseline"], summary["loss_ratio"]) == (None, None)
 
@@ -76,7 +86,9 @@ def test_another_digest_of_one_island_is_found(run_dir: Path) -> None:
     assert summary["rounds_disagreeing"] == [6]
 
 
-def test_with_gossip_digests_differ_by_design_and_the_loss_is_the_mean_over_islands(run_dir: Path) -> None:
+def test_with_gossip_digests_differ_by_design_and_the_loss_is_the_mean_over_islands(
+    run_dir: Path,
+) -> None:
     for path in run_dir.glob("island-*/metrics.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for line in lines:
@@ -113,19 +125,29 @@ def test_the_baseline_is_set_against_the_run(run_dir: Path) -> None:
 
 def test_summary_json_is_the_summary(run_dir: Path) -> None:
     write_baseline(run_dir)
-    assert write_summary(read_run(run_dir)) == json.loads((run_dir / "summary.json").read_text()) == summarise(run_dir)
+    assert (
+        write_summary(read_run(run_dir))
+        == json.loads((run_dir / "summary.json").read_text())
+        == summarise(run_dir)
+    )
 
 
 def test_without_run_json_what_depends_on_it_is_unknown(run_dir: Path) -> None:
     (run_dir / "run.json").unlink()
     summary = summarise(run_dir)
-    assert (summary["name"], summary["num_params"], summary["data_parallel_bytes"]) == ("three", None, None)
+    assert (summary["name"], summary["num_params"], summary["data_parallel_bytes"]) == (
+        "three",
+        None,
+        None,
+    )
     assert "no run.json" in report_of(run_dir).read_text()
 
 
 def test_one_island_sends_nothing_and_its_report_says_so(tmp_path: Path) -> None:
     Island(tmp_path, "island-0").inner_steps()
-    write_facts(tmp_path, RunFacts(name="alone", num_params=NUM_PARAMS, num_islands=1, total_steps=10))
+    write_facts(
+        tmp_path, RunFacts(name="alone", num_params=NUM_PARAMS, num_islands=1, total_steps=10)
+    )
     summary = summarise(tmp_path)
     assert summary["data_parallel_bytes"] == {"island-0": 0}
     assert summary["digests_equal"] is None
@@ -166,7 +188,9 @@ def test_the_report_shows_the_abort_and_escapes_its_cause(run_dir: Path) -> None
     assert "<connection>" not in page
 
 
-@pytest.mark.parametrize("content", ["", '{"kind": "step", "st', '{"kind": "event", "name": "joined", "time": 5.0}\n'])
+@pytest.mark.parametrize(
+    "content", ["", '{"kind": "step", "st', '{"kind": "event", "name": "joined", "time": 5.0}\n']
+)
 def test_a_run_that_has_hardly_begun_has_a_report(tmp_path: Path, content: str) -> None:
     (tmp_path / "island-0").mkdir()
     (tmp_path / "island-0" / "metrics.jsonl").write_text(content)
@@ -209,11 +233,18 @@ def test_steps_without_a_pause_are_one_segment(run_dir: Path) -> None:
     assert [round(segment.seconds, 3) for segment in merged] == [INNER_STEPS * STEP_SECONDS] * 8
 
 
-def test_a_committed_round_is_a_wait_then_a_reduce_and_an_aborted_one_is_whole(run_dir: Path) -> None:
+def test_a_committed_round_is_a_wait_then_a_reduce_and_an_aborted_one_is_whole(
+    run_dir: Path,
+) -> None:
     rounds = read_run(run_dir).islands[0].rounds
     committed, aborted = rounds[0], rounds[4]
-    assert [(s.activity, round(s.seconds, 3)) for s in round_segments(committed)] == [("wait", 0.4), ("reduce", 0.8)]
-    assert [(s.activity, round(s.seconds, 3)) for s in round_segments(aborted)] == [("aborted", 1.2)]
+    assert [(s.activity, round(s.seconds, 3)) for s in round_segments(committed)] == [
+        ("wait", 0.4),
+        ("reduce", 0.8),
+    ]
+    assert [(s.activity, round(s.seconds, 3)) for s in round_segments(aborted)] == [
+        ("aborted", 1.2)
+    ]
 
 
 def test_the_moving_average_does_not_lag() -> None:
@@ -227,20 +258,27 @@ def test_the_template_is_in_the_wheel(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     command += ["build_py", "--build-lib", str(tmp_path)]
     root = Path(__file__).parents[3]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=60, check=False
+    )
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "diloco" / "report" / TEMPLATE).read_text() == (root / "diloco/report" / TEMPLATE).read_text()
+    assert (tmp_path / "diloco" / "report" / TEMPLATE).read_text() == (
+        root / "diloco/report" / TEMPLATE
+    ).read_text()
 
 
 def test_importing_the_report_does_not_import_matplotlib_or_torch() -> None:
     program = (
-        "import sys, diloco.report.html, diloco.simulate.dashboard; print({'torch', 'matplotlib'} & set(sys.modules))"
+        "import sys, diloco.report.html, diloco.simulate.dashboard; print({'torch', "
+        "'matplotlib'} & set(sys.modules))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=60, check=True
+    )
     assert result.stdout == b"set()\n"
 
 
-# -- a run whose islands have their folders on several clusters ------------------------------------------------
+# -- a run whose islands have their folders on several clusters ------------------------------------
 
 
 def spread_out(run_dir: Path, folder: Path) -> tuple[Path, Path]:
@@ -250,23 +288,34 @@ def spread_out(run_dir: Path, folder: Path) -> tuple[Path, Path]:
     return run_dir, folder / "there"
 
 
-def test_the_folders_of_several_clusters_make_the_report_of_one_run(run_dir: Path, tmp_path: Path) -> None:
+def test_the_folders_of_several_clusters_make_the_report_of_one_run(
+    run_dir: Path, tmp_path: Path
+) -> None:
     whole = summarise(run_dir)
     here, there = spread_out(run_dir, tmp_path)
     assert summarise(here, there) == whole
     out = tmp_path / "out"
     write_summary(read_run(here, there), out)
     page = report_of(here, there, out=out).read_text()
-    assert "in every committed round<" in page and "Not in this report" not in page and (out / "plots").is_dir()
+    assert (
+        "in every committed round<" in page
+        and "Not in this report" not in page
+        and (out / "plots").is_dir()
+    )
 
 
-def test_a_report_without_some_islands_speaks_of_the_others_only(run_dir: Path, tmp_path: Path) -> None:
+def test_a_report_without_some_islands_speaks_of_the_others_only(
+    run_dir: Path, tmp_path: Path
+) -> None:
     here, _ = spread_out(run_dir, tmp_path)
     summary = summarise(here)
     assert (summary["islands_unread"], summary["num_islands"]) == (["island-2"], 3)
     assert describe_digests(summary) == "yes, of 2 of 3 islands"
     page = report_of(here).read_text()
-    assert "in every committed round, of 2 of 3 islands" in page and "Not in this report: island-2." in page
+    assert (
+        "in every committed round, of 2 of 3 islands" in page
+        and "Not in this report: island-2." in page
+    )
 
 
 def test_an_island_that_went_on_elsewhere_is_one_island(run_dir: Path, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from tests.diloco.sample_records import a_step
 
 
 def island(name: str, measured: list[tuple[float, float]]) -> IslandRecords:
-    """Records of an island of 512 tokens per step, each second step of which is measured: (signal, noise)."""
+    """Records of an island of 512 tokens per step, each second step of which is measured: (signal,
+    noise).
+    """
     steps = []
     for number, (signal, noise) in enumerate(measured):
         steps += [
@@ -22,7 +24,10 @@ def island(name: str, measured: list[tuple[float, float]]) -> IslandRecords:
 
 def test_the_scale_is_the_ratio_of_the_means_of_the_later_half_of_all_islands():
     islands = [island("a", [(9.0, 9.0), (2.0, 100.0)]), island("b", [(9.0, 9.0), (-1.0, 300.0)])]
-    assert noise_figures(islands) == {"noise_scale": pytest.approx(200 / 0.5), "step_tokens": 1024.0}
+    assert noise_figures(islands) == {
+        "noise_scale": pytest.approx(200 / 0.5),
+        "step_tokens": 1024.0,
+    }
 
 
 def test_without_a_measurement_or_with_a_negative_mean_there_is_no_scale():

@@ -33,14 +33,20 @@ def write_islands(run_dir: Path, num_islands: int) -> RunRecords:
 
 
 @pytest.mark.parametrize("num_islands", [MAX_NAMED_ISLANDS, 64])
-def test_the_plots_of_many_islands_leave_room_for_their_axes(num_islands: int, tmp_path: Path) -> None:
+def test_the_plots_of_many_islands_leave_room_for_their_axes(
+    num_islands: int, tmp_path: Path
+) -> None:
     run = write_islands(tmp_path, num_islands)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # matplotlib warns when a legend leaves no room for the axes.
+        warnings.simplefilter(
+            "error"
+        )  # matplotlib warns when a legend leaves no room for the axes.
         write_plots(run, tmp_path)
 
 
-def test_many_islands_that_have_made_no_step_are_drawn_beside_a_baseline_that_has(tmp_path: Path) -> None:
+def test_many_islands_that_have_made_no_step_are_drawn_beside_a_baseline_that_has(
+    tmp_path: Path,
+) -> None:
     write_islands(tmp_path, 64)
     for metrics in tmp_path.glob("island-*/metrics.jsonl"):
         metrics.write_text("")

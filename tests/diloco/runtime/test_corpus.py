@@ -25,7 +25,9 @@ def mixture(folder: Path) -> str:
         (folder / name).mkdir()
         for number in range(40):
             (folder / name / f"{number}.txt").write_text(f"# {name} {number}\n" + TEXT * 4)
-        entries.append({"name": name, "weight": weight, "source": "files", "paths": [str(folder / name)]})
+        entries.append(
+            {"name": name, "weight": weight, "source": "files", "paths": [str(folder / name)]}
+        )
     return yaml.safe_dump(entries, default_flow_style=True, width=10**6).strip()
 
 
@@ -33,19 +35,34 @@ def test_a_run_on_a_mixture_that_was_prepared_records_its_tokens_by_source(tmp_p
     settings = ["data.source=python-stdlib", "data.paths=[]", f"data.mixture={mixture(tmp_path)}"]
     config = tmp_path / "run.yaml"
     config.write_text(TINY)
-    command = [sys.executable, "-m", "diloco", "prepare", str(config), *settings, f"island.cache_dir={tmp_path}/cache"]
+    command = [
+        sys.executable,
+        "-m",
+        "diloco",
+        "prepare",
+        str(config),
+        *settings,
+        f"island.cache_dir={tmp_path}/cache",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()[:2]] == ["code", "prose"]
     prepared = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
-    with swarm(tmp_path, *settings, f"island.cache_dir={tmp_path}/cache", islands=[{"ranks": 1}]) as islands:
+    with swarm(
+        tmp_path, *settings, f"island.cache_dir={tmp_path}/cache", islands=[{"ranks": 1}]
+    ) as islands:
         island = islands.start(0)
         island.finish()
         steps = island.records("step")
-        assert all(sum(step["source_tokens"].values()) == 512 and step["data_seconds"] >= 0 for step in steps)
+        assert all(
+            sum(step["source_tokens"].values()) == 512 and step["data_seconds"] >= 0
+            for step in steps
+        )
         held = island.records("eval")[-1]
         summary = summarise_records(read_run(island.folder.parent))
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == prepared
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")
+    } == prepared
     assert sum(summary["source_tokens"].values()) == summary["tokens"] == 512 * len(steps)
     code, prose = (held["source_losses"][name] for name in ("code", "prose"))
     assert summary["final_source_losses"] == {"code": code, "prose": prose}

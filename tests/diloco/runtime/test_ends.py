@@ -9,10 +9,25 @@ import pytest
 from diloco.records.logbook import LOGBOOK
 from diloco.records.run_folder import METRICS, Tail
 from diloco.runtime.ends import count_memory_kills, describe_end, record_end
-from diloco.watchdog.rank_notes import FIRST_RANK, FOLDER, SLOT_BYTES, create_notes, read_note, write_note
+from diloco.watchdog.rank_notes import (
+    FIRST_RANK,
+    FOLDER,
+    SLOT_BYTES,
+    create_notes,
+    read_note,
+    write_note,
+)
 
-V2 = ("0::/job/step\n", "job/step/memory.events", "low 0\nhigh 0\nmax 9\noom 3\noom_kill 2\noom_group_kill 0\n")
-V1 = ("9:name=systemd:/\n4:memory:/job\n0::/\n", "memory/job/memory.oom_control", "under_oom 0\noom_kill 2\n")
+V2 = (
+    "0::/job/step\n",
+    "job/step/memory.events",
+    "low 0\nhigh 0\nmax 9\noom 3\noom_kill 2\noom_group_kill 0\n",
+)
+V1 = (
+    "9:name=systemd:/\n4:memory:/job\n0::/\n",
+    "memory/job/memory.oom_control",
+    "under_oom 0\noom_kill 2\n",
+)
 INSIDE = ("0::/\n", "memory.events", "oom 3\noom_kill 2\n")
 
 
@@ -36,7 +51,11 @@ def test_this_system_counts_them() -> None:
     ("code", "kills", "text"),
     [
         (-signal.SIGKILL, 0, "rank 1 was ended by SIGKILL"),
-        (-signal.SIGKILL, 1, "rank 1 was ended by SIGKILL, for lack of memory: the kernel ended 1 process meanwhile"),
+        (
+            -signal.SIGKILL,
+            1,
+            "rank 1 was ended by SIGKILL, for lack of memory: the kernel ended 1 process meanwhile",
+        ),
         (-signal.SIGSEGV, 1, "rank 1 was ended by SIGSEGV"),
         (1, 0, "rank 1 ended with status 1"),
     ],
@@ -45,7 +64,9 @@ def test_an_end_is_said_with_its_rank_signal_and_memory(code: int, kills: int, t
     assert describe_end(1, code, memory_kills=kills) == text
 
 
-def test_the_end_is_written_to_logbook_and_metrics_with_the_last_lines_of_that_rank(tmp_path: Path) -> None:
+def test_the_end_is_written_to_logbook_and_metrics_with_the_last_lines_of_that_rank(
+    tmp_path: Path,
+) -> None:
     notes = create_notes()
     assert notes is not None
     folder = tmp_path / "run" / "island-1"
@@ -60,7 +81,9 @@ def test_the_end_is_written_to_logbook_and_metrics_with_the_last_lines_of_that_r
     assert f"**island-1** died: {told}" in (tmp_path / "run" / LOGBOOK).read_text()
 
 
-def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     notes = create_notes()
     record_end(notes, 0, "rank 0 ended with status 1")

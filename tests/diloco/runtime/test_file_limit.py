@@ -27,7 +27,9 @@ allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, allowed))
 print(allow_many_files(), resource.getrlimit(resource.RLIMIT_NOFILE))
 """
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     limit = MAX_FILES if allowed == resource.RLIM_INFINITY else min(allowed, MAX_FILES)
     assert ended.stdout.strip() == f"{limit} {(limit, allowed)}"
@@ -36,7 +38,11 @@ print(allow_many_files(), resource.getrlimit(resource.RLIMIT_NOFILE))
 def test_the_doctor_warns_of_a_limit_that_the_ranks_may_reach() -> None:
     assert check_open_files(8).level == "ok"
     check = check_open_files(1 << 20)
-    assert check.level == "warning" and str(count_needed_files(1 << 20)) in check.text and "ulimit" in check.text
+    assert (
+        check.level == "warning"
+        and str(count_needed_files(1 << 20)) in check.text
+        and "ulimit" in check.text
+    )
 
 
 def open_groups_of_a_large_island(config, index) -> None:
@@ -51,7 +57,8 @@ def open_groups_of_a_large_island(config, index) -> None:
         if ranks.is_leader:
             folder = Path(island.run_dir) / config.name / island.label
             (folder / "found.json").write_text(json.dumps(found))
-        # Twice: a rank that ends while another one still connects to it for the first would reset the connection.
+        # Twice: a rank that ends while another one still connects to it for the first would reset
+        # the connection.
         dist.barrier()
         dist.barrier()
 
@@ -70,4 +77,6 @@ def test_ranks_of_a_large_island_connect_when_they_talk(tmp_path: Path) -> None:
         assert island.wait() == [0] * 4, island.log
         found = json.loads((island.folder / "found.json").read_text())
     assert (found["sum"], found["gathered"]) == (6.0, [0, 1, 2, 3])
-    assert found["sockets"] < 12, "three groups, each with a listener and a socket for each of three other ranks"
+    assert found["sockets"] < 12, (
+        "three groups, each with a listener and a socket for each of three other ranks"
+    )

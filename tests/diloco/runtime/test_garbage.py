@@ -1,4 +1,6 @@
-"""When garbage is collected. Each test runs in a process of its own, because it changes the collector of all."""
+"""When garbage is collected. Each test runs in a process of its own, because it changes the
+collector of all.
+"""
 
 import subprocess
 import sys
@@ -19,7 +21,9 @@ step = None
 
 def printed(program: str) -> str:
     command = [sys.executable, "-c", BEGIN + program]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True
+    ).stdout.strip()
 
 
 def test_only_the_schedule_begins_a_full_collection() -> None:

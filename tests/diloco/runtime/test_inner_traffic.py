@@ -16,7 +16,9 @@ NUMBERS = 1000
 
 
 def _count(rank: int) -> list[TrafficRecord | None]:
-    """The records after each of some steps, of which each sends NUMBERS fp32 numbers along one axis."""
+    """The records after each of some steps, of which each sends NUMBERS fp32 numbers along one
+    axis.
+    """
     config = load_config(CONFIG, [])
     island = config.for_island(0)
     mesh = IslandMesh(resolve_degrees(island.mesh, island.ranks), "cpu")
@@ -32,7 +34,9 @@ def _count(rank: int) -> list[TrafficRecord | None]:
 def test_one_step_of_the_leader_is_counted_beside_the_plan() -> None:
     leader, other = run_ranks(_count, 2)
     assert other == [None] * (COUNTED_STEP + 1)
-    assert [record is not None for record in leader] == [step == COUNTED_STEP for step in range(1, COUNTED_STEP + 2)]
+    assert [record is not None for record in leader] == [
+        step == COUNTED_STEP for step in range(1, COUNTED_STEP + 2)
+    ]
     record = leader[COUNTED_STEP - 1]
     # In a ring of two, each rank sends an all-reduce's input once.
     ((axis, sent),) = record.sent.items()

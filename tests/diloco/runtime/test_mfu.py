@@ -12,14 +12,20 @@ from tests.swarm import swarm
 def test_the_peak_of_a_shared_gpu_is_that_of_its_data_sheet():
     peak, source = peak_by_sheet("NVIDIA H100 80GB HBM3", "bfloat16", 3)
     assert peak == find_gpu("h100").flops
-    assert source.startswith("mfu is relative to 989 TFLOP/s per rank in bfloat16, by the NVIDIA H100 SXM data sheet; ")
+    assert source.startswith(
+        "mfu is relative to 989 TFLOP/s per rank in bfloat16, by the NVIDIA H100 SXM data sheet; "
+    )
     assert source.endswith("not measured, because 3 islands share the GPU")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("NVIDIA H100 80GB HBM3", "float32"), ("NVIDIA H100 PCIe", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("NVIDIA H100 80GB HBM3", "float32"), ("NVIDIA H100 PCIe", "bfloat16")]
+)
 def test_a_shared_gpu_without_a_known_peak_has_no_utilisation_and_says_so(name, dtype):
     peak, source = peak_by_sheet(name, dtype, 2)
-    assert peak is None and source.startswith(f"mfu is unknown in {dtype}, no data sheet of {name!r} is known here")
+    assert peak is None and source.startswith(
+        f"mfu is unknown in {dtype}, no data sheet of {name!r} is known here"
+    )
     assert MfuMeter(1.0, peak, 1, source).mfu(1.0) is None
 
 

@@ -40,7 +40,9 @@ def test_a_request_to_save_is_accepted_once_and_lasts_until_it_is_fulfilled(tmp_
 
 
 @pytest.mark.parametrize(("text", "stops"), [("", [4, 5]), ("5\n", [5]), ("soon", [4, 5])])
-def test_an_island_stops_after_the_round_going_on_or_the_one_that_the_file_names(tmp_path, text, stops):
+def test_an_island_stops_after_the_round_going_on_or_the_one_that_the_file_names(
+    tmp_path, text, stops
+):
     requests = build_requests(tmp_path / "run" / "island-0")
     assert not requests.poll(3).stop
     (tmp_path / "run" / "island-0" / STOP).write_text(text)
@@ -56,7 +58,9 @@ def test_a_request_to_the_run_stops_all_islands_that_run_here_after_the_same_rou
     make_request(tmp_path / "run", STOP)
     assert not first.poll(7).stop, "the other is in the next round by now, perhaps"
     assert [first.poll(8).stop, second.poll(8).stop] == ["asked to stop after 8 rounds"] * 2
-    assert not (tmp_path / "run" / "island-2" / STOP).exists(), "nobody would take it up before its next start"
+    assert not (tmp_path / "run" / "island-2" / STOP).exists(), (
+        "nobody would take it up before its next start"
+    )
     assert not (tmp_path / "run" / STOP).exists()
 
 
@@ -104,7 +108,9 @@ def answers_of(rank, folder):
 
 
 def test_every_rank_comes_to_the_same_answer(tmp_path):
-    assert run_ranks(answers_of, 2, tmp_path / "run" / "island-0") == [OperatorRequest(save=True)] * 2
+    assert (
+        run_ranks(answers_of, 2, tmp_path / "run" / "island-0") == [OperatorRequest(save=True)] * 2
+    )
 
 
 def test_there_is_time_for_another_round_as_long_as_the_longest_of_the_last_ones_fits(tmp_path):
@@ -126,19 +132,26 @@ def test_time_goes_on_when_an_island_is_started_again(tmp_path, monkeypatch):
 
 
 def test_an_island_leaves_when_another_round_does_not_fit(tmp_path):
-    assert "max_hours=0.5" in build_requests(tmp_path / "run" / "island-0", max_hours=0.5).poll(1).stop
+    assert (
+        "max_hours=0.5" in build_requests(tmp_path / "run" / "island-0", max_hours=0.5).poll(1).stop
+    )
 
 
 def test_islands_asked_to_stop_leave_well_after_the_same_round_and_note_why(tmp_path):
-    # Both are needed in each round, so that neither is left out because a busy machine makes it late.
-    with swarm(tmp_path, "outer.rounds=100000", "outer.quorum=2", islands=[{"ranks": 2}, {}]) as islands:
+    # Both are needed in each round, so that neither is left out because a busy machine makes it
+    # late.
+    with swarm(
+        tmp_path, "outer.rounds=100000", "outer.quorum=2", islands=[{"ranks": 2}, {}]
+    ) as islands:
         running = islands.start_all()
         running[0].wait_for_round(1)
         make_request(tmp_path / "test", STOP)
         for island in running:
             island.finish()
         assert len({max(island.committed()) for island in running}) == 1
-        assert all(len(r["participants"]) == 2 for island in running for r in island.committed().values())
+        assert all(
+            len(r["participants"]) == 2 for island in running for r in island.committed().values()
+        )
         last = running[0].committed()
         assert f"stop after {len(last)} rounds" in running[1].events("left")[0]
         book = (tmp_path / "test" / "LOGBOOK.md").read_text()
@@ -147,7 +160,9 @@ def test_islands_asked_to_stop_leave_well_after_the_same_round_and_note_why(tmp_
 
 @pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_to_any_rank_stops_the_island_after_its_round_with_nothing_lost(tmp_path, delay):
-    with swarm(tmp_path, "outer.rounds=100000", f"outer.delay={delay}", islands=[{"ranks": 2}]) as islands:
+    with swarm(
+        tmp_path, "outer.rounds=100000", f"outer.delay={delay}", islands=[{"ranks": 2}]
+    ) as islands:
         (island,) = islands.start_all()
         island.wait_for_round(1)
         island.ranks[1].signal(signal.SIGUSR2)

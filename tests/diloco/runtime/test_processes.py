@@ -1,4 +1,6 @@
-"""What a child process has said before its end, and how a child ends with all that it has started."""
+"""What a child process has said before its end, and how a child ends with all that it has
+started.
+"""
 
 import os
 import shutil
@@ -22,22 +24,31 @@ HAS_PS = shutil.which("ps") is not None
 
 
 def error_excerpt(folder: Path, text: str) -> str:
-    child = start("child", [sys.executable, "-S", "-c", f"print({text!r}, end='')"], folder / "log.txt")
+    child = start(
+        "child", [sys.executable, "-S", "-c", f"print({text!r}, end='')"], folder / "log.txt"
+    )
     child.process.wait(60)
     stop([child])
     return child.error_excerpt()
 
 
 def test_the_excerpt_is_the_error_message_not_what_others_write_below(tmp_path) -> None:
-    text = "error: of a life before\nstep 1\nerror: no such device\n  use cpu\n" + "Traceback of another rank\n" * 30
+    text = (
+        "error: of a life before\nstep 1\nerror: no such device\n  use cpu\n"
+        + "Traceback of another rank\n" * 30
+    )
     assert error_excerpt(tmp_path, text) == "error: no such device\n  use cpu"
 
 
 def test_without_an_error_they_are_the_last_lines(tmp_path) -> None:
-    assert error_excerpt(tmp_path, "".join(f"{n}\n" for n in range(40))) == "\n".join(map(str, range(25, 40)))
+    assert error_excerpt(tmp_path, "".join(f"{n}\n" for n in range(40))) == "\n".join(
+        map(str, range(25, 40))
+    )
 
 
-@pytest.mark.parametrize("has_proc", [True, pytest.param(False, marks=pytest.mark.skipif(not HAS_PS, reason="no ps"))])
+@pytest.mark.parametrize(
+    "has_proc", [True, pytest.param(False, marks=pytest.mark.skipif(not HAS_PS, reason="no ps"))]
+)
 def test_a_child_is_killed_with_what_it_has_started(has_proc, tmp_path, monkeypatch) -> None:
     if not has_proc:
         monkeypatch.setattr(processes, "PROC", tmp_path / "nowhere")

@@ -1,4 +1,6 @@
-"""The next life of an island that torchrun has started tells which of its ranks was killed, or failed first."""
+"""The next life of an island that torchrun has started tells which of its ranks was killed, or
+failed first.
+"""
 
 from pathlib import Path
 
@@ -22,7 +24,9 @@ def test_a_rank_without_a_note_was_killed(ranks: list[RankEnd]) -> None:
     for rank in (0, 1, 3):
         ranks[rank].note(STOPPED)
     assert ranks[0].begin_life().startswith("rank 2 (node 1) ended without a word: killed")
-    assert ranks[0].begin_life().startswith("all 4 ranks ended without a word"), "the notes of a life are read once"
+    assert ranks[0].begin_life().startswith("all 4 ranks ended without a word"), (
+        "the notes of a life are read once"
+    )
 
 
 def test_ranks_that_were_all_asked_to_end_are_no_failure(ranks: list[RankEnd]) -> None:
@@ -49,10 +53,14 @@ def test_a_life_that_ended_as_it_should_leaves_nothing_to_tell(ranks: list[RankE
         ),
     ],
 )
-def test_a_lost_rank_explains_the_failures_of_those_that_waited_for_it(notes: dict[int, str], told: str) -> None:
+def test_a_lost_rank_explains_the_failures_of_those_that_waited_for_it(
+    notes: dict[int, str], told: str
+) -> None:
     assert told in describe_ends(notes, 2, 2)
 
 
-def test_an_island_of_one_rank_leaves_no_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_island_of_one_rank_leaves_no_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert build_rank_end(tmp_path) is None

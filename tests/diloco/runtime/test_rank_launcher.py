@@ -42,10 +42,20 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     """Start a launcher whose ranks run RANK and then `program`. Kills everything at the end."""
     started: list[Child] = []
 
-    def launch(program: str, num_ranks: int = 2, max_restarts: int = 0, stop_seconds: float = 60.0) -> Child:
-        values = {"num_ranks": num_ranks, "max_restarts": max_restarts, "stop_seconds": stop_seconds}
+    def launch(
+        program: str, num_ranks: int = 2, max_restarts: int = 0, stop_seconds: float = 60.0
+    ) -> Child:
+        values = {
+            "num_ranks": num_ranks,
+            "max_restarts": max_restarts,
+            "stop_seconds": stop_seconds,
+        }
         code = LAUNCH.format(root=str(ROOT), rank=RANK + program, **values)
-        started.append(start("island", [sys.executable, "-S", "-c", code], tmp_path / f"log-{len(started)}.txt"))
+        started.append(
+            start(
+                "island", [sys.executable, "-S", "-c", code], tmp_path / f"log-{len(started)}.txt"
+            )
+        )
         return started[-1]
 
     yield launch
@@ -67,7 +77,9 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def wait_for_lines(child: Child, line: str, count: int) -> None:
-    wait_until(lambda: child.log.read_text().splitlines().count(line) == count, f"{count} times {line!r}")
+    wait_until(
+        lambda: child.log.read_text().splitlines().count(line) == count, f"{count} times {line!r}"
+    )
 
 
 def test_every_rank_learns_its_place_and_finds_the_same_store(launch):
@@ -75,7 +87,8 @@ def test_every_rank_learns_its_place_and_finds_the_same_store(launch):
         f"path = os.environ[{rank_launcher.STORE!r}]\n"
         "open(path, 'ab').write(b'x')\n"
         "while os.stat(path).st_size < 3: time.sleep(0.01)\n"
-        "say(' '.join(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')))",
+        "say(' '.join(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', "
+        "'LOCAL_WORLD_SIZE')))",
         num_ranks=3,
     )
     status, lines = end_of(island)
@@ -100,7 +113,9 @@ def test_when_one_rank_dies_all_are_started_again_as_often_as_allowed(launch):
     island = launch(program, max_restarts=2)
     status, lines = end_of(island)
     assert status == 128 + signal.SIGKILL
-    assert [lines.count(f"rank {rank} life {life}") for rank in (0, 1) for life in (0, 1, 2, 3)] == [1, 1, 1, 0] * 2
+    assert [
+        lines.count(f"rank {rank} life {life}") for rank in (0, 1) for life in (0, 1, 2, 3)
+    ] == [1, 1, 1, 0] * 2
     assert lines.count("diloco: rank 1 was ended by SIGKILL") == 3
     assert "diloco: starting all ranks again: restart 2 of 2" in lines
 
@@ -138,7 +153,10 @@ def test_a_launcher_that_is_told_to_stop_lets_its_ranks_say_goodbye(launch, numb
 
 
 def test_ranks_that_do_not_end_are_killed(launch):
-    island = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsay('waits')\ntime.sleep(600)", stop_seconds=0.2)
+    island = launch(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsay('waits')\ntime.sleep(600)",
+        stop_seconds=0.2,
+    )
     wait_for_lines(island, "waits", 2)
     island.process.terminate()
     assert end_of(island)[0] == 143
@@ -167,5 +185,8 @@ def test_ranks_leave_when_their_launcher_is_killed(launch):
 
 
 def test_it_starts_without_torch():
-    code = "import sys, diloco.runtime.rank_launcher; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
+    code = (
+        "import sys, diloco.runtime.rank_launcher; sys.exit('torch' in sys.modules or "
+        "'pydantic' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=180).returncode == 0

@@ -43,7 +43,12 @@ def test_an_aborted_attempt_is_on_disk_as_soon_as_it_is_aborted(tmp_path: Path) 
     records.contribution = Progress(steps=4, tokens=2048)
     records.on_abort(report_of(["a", "b"], is_committed=False, cause="island 'b' is lost"))
     (line,) = lines(tmp_path)
-    assert (line["kind"], line["round"], line["attempt"], line["committed"]) == ("round", 3, 1, False)
+    assert (line["kind"], line["round"], line["attempt"], line["committed"]) == (
+        "round",
+        3,
+        1,
+        False,
+    )
     assert (line["participants"], line["cause"]) == (["a", "b"], "island 'b' is lost")
     assert (line["steps"], line["tokens"]) == (4, 2048)
 
@@ -55,20 +60,29 @@ def test_a_wait_is_recorded_when_whom_it_is_for_changes_and_else_rarely(tmp_path
     records.on_wait(Waiting(3, "gathering", 30.0, {"c": "it is lost"}))
     records.on_wait(None)
     assert [line["name"] for line in lines(tmp_path)] == ["waiting", "waiting"]
-    assert "b: it is training" in lines(tmp_path)[0]["text"] and "c: it is lost" in lines(tmp_path)[1]["text"]
+    assert (
+        "b: it is training" in lines(tmp_path)[0]["text"]
+        and "c: it is lost" in lines(tmp_path)[1]["text"]
+    )
 
 
-def test_islands_below_a_majority_are_told_that_their_rounds_may_be_thrown_away(tmp_path: Path) -> None:
+def test_islands_below_a_majority_are_told_that_their_rounds_may_be_thrown_away(
+    tmp_path: Path,
+) -> None:
     records = opened(tmp_path, start_islands=4)
     for names in (["a"], ["a", "b"], ["a", "b"], ["a", "b", "c"]):
         records.write(report_of(names, is_committed=True), NO_PROGRESS, 0.0, Ledger())
     events = [line for line in lines(tmp_path) if line["kind"] == "event"]
-    assert [event["name"] for event in events] == ["alone", "minority"], "the same few islands are told once"
+    assert [event["name"] for event in events] == ["alone", "minority"], (
+        "the same few islands are told once"
+    )
     assert all("no majority of the 4 islands" in event["text"] for event in events)
 
 
 def test_an_island_that_began_alone_is_told_of_no_majority(tmp_path: Path) -> None:
-    opened(tmp_path, start_islands=1).write(report_of(["a"], is_committed=True), NO_PROGRESS, 0.0, Ledger())
+    opened(tmp_path, start_islands=1).write(
+        report_of(["a"], is_committed=True), NO_PROGRESS, 0.0, Ledger()
+    )
     (event,) = (line for line in lines(tmp_path) if line["kind"] == "event")
     assert "majority" not in event["text"]
 
@@ -90,5 +104,7 @@ def test_the_progress_of_a_download_is_recorded(tmp_path: Path) -> None:
 
 def test_an_attempt_that_has_landed_has_the_times_of_the_ranks(tmp_path: Path) -> None:
     rows = [[0.0, 1.0, 0.0, 0.5, 0.0, 0.1], [1.0, 1.0, 0.0, 0.9, 0.0, 0.1]]
-    opened(tmp_path).write(report_of(["a", "b"], is_committed=True), NO_PROGRESS, 0.0, Ledger(), rows)
+    opened(tmp_path).write(
+        report_of(["a", "b"], is_committed=True), NO_PROGRESS, 0.0, Ledger(), rows
+    )
     assert lines(tmp_path)[0]["ranks"] == rows

@@ -12,7 +12,13 @@ RECORD = EvalRecord(round=3, tokens=100, loss=2.5, bits_per_byte=3.6)
 
 
 def test_islands_that_ask_meanwhile_get_what_the_first_one_finds() -> None:
-    shared, begun, may_end, calls, losses = SharedEvaluations(), threading.Event(), threading.Event(), [], []
+    shared, begun, may_end, calls, losses = (
+        SharedEvaluations(),
+        threading.Event(),
+        threading.Event(),
+        [],
+        [],
+    )
 
     def evaluate() -> EvalRecord:
         calls.append(threading.get_ident())
@@ -21,7 +27,10 @@ def test_islands_that_ask_meanwhile_get_what_the_first_one_finds() -> None:
         return RECORD
 
     threads = [
-        threading.Thread(target=lambda: losses.append(shared.find("key", evaluate).loss), daemon=True) for _ in range(5)
+        threading.Thread(
+            target=lambda: losses.append(shared.find("key", evaluate).loss), daemon=True
+        )
+        for _ in range(5)
     ]
     threads[0].start()
     assert begun.wait(LIMIT)

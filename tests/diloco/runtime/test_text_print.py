@@ -51,7 +51,9 @@ def test_sources_that_only_some_islands_have_are_not_compared() -> None:
     assert text_print(corpus(reader=(0, 1))) is None
 
 
-@pytest.mark.parametrize("fields", [{"tokens": 1 << 62}, {"tokens": -1}, {"digest": "0" * 65}, {"digest": "x" * 32}])
+@pytest.mark.parametrize(
+    "fields", [{"tokens": 1 << 62}, {"tokens": -1}, {"digest": "0" * 65}, {"digest": "x" * 32}]
+)
 def test_the_print_of_a_stranger_is_bounded(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TextPrint(**{"tokens": 1, "digest": "0" * 32} | fields)
@@ -65,18 +67,24 @@ def logging_train(config: Config, index: int) -> None:
 def logging_loop(config: Config, index: int) -> None:
     logging.basicConfig(force=True)
     if paths := config.for_island(index).data_paths:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"paths": list(paths)})})
+        config = config.model_copy(
+            update={"data": config.data.model_copy(update={"paths": list(paths)})}
+        )
     train_bigram()(config, index)
 
 
 @pytest.mark.parametrize("work", [logging_train, logging_loop])
 @pytest.mark.parametrize("is_same", [False, True])
-def test_islands_whose_text_differs_each_say_so_in_one_line(tmp_path: Path, work: Any, is_same: bool) -> None:
+def test_islands_whose_text_differs_each_say_so_in_one_line(
+    tmp_path: Path, work: Any, is_same: bool
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     with swarm(tmp_path, "outer.rounds=4", islands=[{}, {"data_paths": [str(other)]}]) as made:
         for path in (tmp_path / "text").iterdir():
-            (other / path.name).write_text(path.read_text() + "" * is_same + "\nmore" * (not is_same))
+            (other / path.name).write_text(
+                path.read_text() + "" * is_same + "\nmore" * (not is_same)
+            )
         for island in made.start_all(work):
             island.finish()
         logs = [island.log for island in made.started]

@@ -25,13 +25,23 @@ class Clock:
 
 
 def a_round(number: int, committed: bool = True, cause: str | None = None) -> RoundRecord:
-    return sample_records.a_round(number, committed, cause=cause, bytes_sent=1_500_000, bytes_received=1_500_000)
+    return sample_records.a_round(
+        number, committed, cause=cause, bytes_sent=1_500_000, bytes_received=1_500_000
+    )
 
 
-def a_dashboard(tmp_path: Path, *, force_terminal: bool = False) -> tuple[Dashboard, io.StringIO, Clock]:
+def a_dashboard(
+    tmp_path: Path, *, force_terminal: bool = False
+) -> tuple[Dashboard, io.StringIO, Clock]:
     out, clock = io.StringIO(), Clock()
-    console = Console(file=out, force_terminal=force_terminal, width=100, _environ={"TERM": "xterm"})
-    return Dashboard(tmp_path, ["island-0", "island-1"], 60, console=console, clock=clock), out, clock
+    console = Console(
+        file=out, force_terminal=force_terminal, width=100, _environ={"TERM": "xterm"}
+    )
+    return (
+        Dashboard(tmp_path, ["island-0", "island-1"], 60, console=console, clock=clock),
+        out,
+        clock,
+    )
 
 
 def test_a_row_shows_the_last_of_everything() -> None:
@@ -100,7 +110,9 @@ def test_plain_lines_come_every_few_seconds_without_rounds(tmp_path: Path) -> No
 
 def test_an_event_has_its_own_plain_line(tmp_path: Path) -> None:
     dashboard, out, _ = a_dashboard(tmp_path)
-    Metrics(tmp_path / "island-1" / "metrics.jsonl").write(EventRecord(name="joined", text="at round 4"))
+    Metrics(tmp_path / "island-1" / "metrics.jsonl").write(
+        EventRecord(name="joined", text="at round 4")
+    )
     dashboard.update()
     assert out.getvalue() == "island-1 joined: at round 4\n"
 
@@ -109,7 +121,9 @@ def test_an_event_has_its_own_plain_line(tmp_path: Path) -> None:
 def test_on_a_terminal_the_table_redraws_itself_and_fits(tmp_path: Path, width: int) -> None:
     Metrics(tmp_path / "island-0" / "metrics.jsonl").write(a_step(30))
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, color_system=None, width=width, _environ={"TERM": "xterm"})
+    console = Console(
+        file=out, force_terminal=True, color_system=None, width=width, _environ={"TERM": "xterm"}
+    )
     with Dashboard(tmp_path, ["island-0", "island-1"], 60, console=console) as dashboard:
         dashboard.update()
         dashboard.update()
@@ -127,9 +141,20 @@ def test_the_plain_line_shows_the_newest_held_out_loss_not_the_lowest() -> None:
 
 
 def test_numbers_are_read_in_decimal_units() -> None:
-    assert [human_bytes(n) for n in (0, 999, 1000, 12_345_678, 999_999)] == ["0 B", "999 B", "1 kB", "12.3 MB", "1 MB"]
+    assert [human_bytes(n) for n in (0, 999, 1000, 12_345_678, 999_999)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "12.3 MB",
+        "1 MB",
+    ]
     assert [human_count(n) for n in (None, 512, 1.5e6)] == ["-", "512", "1.5M"]
-    assert [human_seconds(n) for n in (0.25, 599.0, 3723, 7199)] == ["0.2 s", "599.0 s", "1 h 02 min", "2 h 00 min"]
+    assert [human_seconds(n) for n in (0.25, 599.0, 3723, 7199)] == [
+        "0.2 s",
+        "599.0 s",
+        "1 h 02 min",
+        "2 h 00 min",
+    ]
     assert one_line("a\tb\x1b[0m") == "a b [0m"
 
 

@@ -1,4 +1,6 @@
-"""Islands of one process that were killed go on from their checkpoints as if they had never stopped."""
+"""Islands of one process that were killed go on from their checkpoints as if they had never
+stopped.
+"""
 
 import os
 import shutil
@@ -20,7 +22,13 @@ from tests.swarm import Island, swarm
 EACH_ROUND = ["island.checkpoint.every_rounds=1", "outer.rounds=6", "outer.inner_steps=4"]
 LAST_ROUND = 5
 PLAIN = ["outer.codec=int8"]
-STREAMED = ["outer.fragments=2", "outer.delay=1", "outer.mix=0.5", "outer.codec=stat2", "outer.coding.feedback=0.9"]
+STREAMED = [
+    "outer.fragments=2",
+    "outer.delay=1",
+    "outer.mix=0.5",
+    "outer.codec=stat2",
+    "outer.coding.feedback=0.9",
+]
 LATE = ["outer.delay=4"]
 """A round lands at the last inner step of the next one, and is saved there."""
 MOMENTS = ["outer.optimizer={lr: 0.7, momentum: 0.9, nesterov: true}", "outer.moments=[1, 2]"]
@@ -32,12 +40,17 @@ def numbers(folder: Path) -> tuple[Any, ...]:
     island = Island(folder, [])
     losses = {record["step"]: (record["loss"], record["lr"]) for record in island.records("step")}
     evals = {record["round"]: record["loss"] for record in island.records("eval")}
-    rounds = {number: (record["digest"], record["steps"]) for number, record in island.committed().items()}
+    rounds = {
+        number: (record["digest"], record["steps"]) for number, record in island.committed().items()
+    }
     return losses, evals, rounds
 
 
-def train(folder: Path, settings: list[str], num_islands: int, kill_at: int | None, lose: bool = False) -> list[Path]:
-    """Folders of the islands after a run in one process, which is killed in inner step `kill_at` and started again.
+def train(
+    folder: Path, settings: list[str], num_islands: int, kill_at: int | None, lose: bool = False
+) -> list[Path]:
+    """Folders of the islands after a run in one process, which is killed in inner step `kill_at`
+    and started again.
 
     With `lose`, the newest checkpoint of the first island is gone then.
     """
@@ -85,7 +98,9 @@ def train(folder: Path, settings: list[str], num_islands: int, kill_at: int | No
         pytest.param(GOSSIP, id="gossip", marks=pytest.mark.slow),
     ],
 )
-def test_islands_killed_in_a_round_end_as_if_nothing_had_been(tmp_path: Path, settings: list[str]) -> None:
+def test_islands_killed_in_a_round_end_as_if_nothing_had_been(
+    tmp_path: Path, settings: list[str]
+) -> None:
     whole = train(tmp_path / "whole", settings, 2, None)
     broken = train(tmp_path / "broken", settings, 2, kill_at=14)
     for one, other in zip(whole, broken, strict=True):
@@ -99,5 +114,7 @@ def test_islands_whose_newest_checkpoints_are_of_different_steps_resume_from_the
 ) -> None:
     whole = train(tmp_path / "whole", PLAIN, 3, None)
     broken = train(tmp_path / "broken", PLAIN, 3, kill_at=14, lose=True)
-    assert [Island(folder, []).events("resumed") for folder in broken] == [["inner step 8, round 2"]] * 3
+    assert [Island(folder, []).events("resumed") for folder in broken] == [
+        ["inner step 8, round 2"]
+    ] * 3
     assert [numbers(folder) for folder in broken] == [numbers(folder) for folder in whole]

@@ -21,7 +21,8 @@ from diloco.runtime.processes import find_process, find_processes, island_comman
 from diloco.simulate.fleet import Fleet, changed_values, port_of
 from diloco.simulate.injector import FaultInjector
 
-# Like the launcher of ranks, it starts its worker in a session of its own and ends the worker on SIGTERM.
+# Like the launcher of ranks, it starts its worker in a session of its own and ends the worker on
+# SIGTERM.
 ISLAND = """
 import signal, subprocess, sys, time
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
@@ -38,10 +39,19 @@ def record(folder: Path, *, rounds: int = 0, steps: int = 0) -> None:
     metrics = Metrics(folder / "metrics.jsonl")
     metrics.write(EventRecord(name="joined"))
     if steps:
-        metrics.write(StepRecord(step=steps, tokens=0, loss=1, lr=1, grad_norm=1, seconds=1, tokens_per_second=1))
+        metrics.write(
+            StepRecord(
+                step=steps, tokens=0, loss=1, lr=1, grad_norm=1, seconds=1, tokens_per_second=1
+            )
+        )
     if rounds:
         numbers = {"bytes_sent": 0, "bytes_received": 0, "reduce_seconds": 0, "wait_seconds": 0}
-        outcome = {"participants": (), "committed": True, "digest": "", "pseudo_gradient_norm": None}
+        outcome = {
+            "participants": (),
+            "committed": True,
+            "digest": "",
+            "pseudo_gradient_norm": None,
+        }
         metrics.write(RoundRecord(round=rounds - 1, attempt=0, **numbers, **outcome))
     metrics.close()
 
@@ -53,12 +63,16 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
     command = [sys.executable, "-S", "-c", ISLAND]
     made.services["bootstrap"] = start("bootstrap", command, tmp_path / "bootstrap.txt")
     for index in range(2):
-        made.islands[index] = start(f"island-{index}", command, tmp_path / f"island-{index}" / "log.txt")
+        made.islands[index] = start(
+            f"island-{index}", command, tmp_path / f"island-{index}" / "log.txt"
+        )
         record(tmp_path / f"island-{index}")
     made.started += [made.services["bootstrap"], *made.islands.values()]
     try:
         for child in made.started:
-            wait_until(lambda child=child: "begun" in child.log.read_text(), "the start of the worker")
+            wait_until(
+                lambda child=child: "begun" in child.log.read_text(), "the start of the worker"
+            )
         yield made
     finally:
         stop(made.started)
@@ -85,7 +99,9 @@ def done(fleet: Fleet) -> list[str]:
 
 def states(fleet: Fleet, index: int) -> set[str]:
     """State letters in /proc of the island's processes."""
-    stats = [Path(f"/proc/{pid}/stat").read_text() for pid in find_processes([fleet.islands[index]])]
+    stats = [
+        Path(f"/proc/{pid}/stat").read_text() for pid in find_processes([fleet.islands[index]])
+    ]
     return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
@@ -100,7 +116,9 @@ def test_a_kill_waits_for_its_round_and_ends_every_process_of_the_island(fleet):
     assert done(fleet) == ["killed island-1"]
     assert fleet.islands[1].exit_code == -9 and not find_processes([fleet.islands[1]])
     assert fleet.islands[0].exit_code is None and len(find_processes([fleet.islands[0]])) == 2
-    assert injector.ended_by_fault(fleet.islands[1]) and not injector.ended_by_fault(fleet.islands[0])
+    assert injector.ended_by_fault(fleet.islands[1]) and not injector.ended_by_fault(
+        fleet.islands[0]
+    )
 
 
 def test_a_killed_island_comes_back_and_counts_as_down_until_it_has_written_something(fleet):
@@ -140,7 +158,10 @@ def test_leaving_is_a_request(fleet):
 
 
 def test_the_bootstrap_process_is_killed_and_started_again(fleet):
-    injector, first = make_injector(fleet, "kill:bootstrap@round=1,back=0"), fleet.services["bootstrap"]
+    injector, first = (
+        make_injector(fleet, "kill:bootstrap@round=1,back=0"),
+        fleet.services["bootstrap"],
+    )
     record(fleet.run_dir / "island-0", rounds=1)
     poll_until(injector, lambda: fleet.services["bootstrap"] is not first, "the return")
     assert done(fleet) == ["killed bootstrap", "started bootstrap again"] and first.exit_code == -9
@@ -154,7 +175,9 @@ def test_what_an_island_does_to_itself_is_recorded_and_it_comes_back(fleet):
     claim(fleet.run_dir / "island-1", fault)
     first.process.kill()
     poll_until(injector, lambda: fleet.islands[1] is not first, "the return")
-    assert injector.ended_by_fault(first) and not find_processes([first]), "its orphans went before it came back"
+    assert injector.ended_by_fault(first) and not find_processes([first]), (
+        "its orphans went before it came back"
+    )
     assert done(fleet) == ["island-1 did it in phase 'decide'", "started island-1 again"]
 
 
@@ -162,7 +185,9 @@ def test_a_joiner_gets_the_next_index_and_can_be_struck_like_the_others(fleet):
     command = [sys.executable, "-S", "-c", ISLAND]
 
     def join(index: int):
-        fleet.started.append(start(f"island-{index}", command, fleet.run_dir / f"island-{index}" / "log.txt"))
+        fleet.started.append(
+            start(f"island-{index}", command, fleet.run_dir / f"island-{index}" / "log.txt")
+        )
         return fleet.started[-1]
 
     fleet.join = join
@@ -207,8 +232,14 @@ def test_who_is_away_is_not_waited_for_when_another_has_finished(fleet):
 
 def test_who_comes_after_another_has_finished_is_not_waited_for(fleet):
     injector = make_injector(fleet, "kill:1@round=0,back=0.1")
-    poll_until(injector, lambda: fleet.islands[1].mark != fleet.started[2].mark, "the second start of island 1")
-    fleet.islands[0] = start("island-0", [sys.executable, "-c", ""], fleet.run_dir / "island-0" / "log.txt")
+    poll_until(
+        injector,
+        lambda: fleet.islands[1].mark != fleet.started[2].mark,
+        "the second start of island 1",
+    )
+    fleet.islands[0] = start(
+        "island-0", [sys.executable, "-c", ""], fleet.run_dir / "island-0" / "log.txt"
+    )
     fleet.started.append(fleet.islands[0])
     poll_until(injector, lambda: fleet.islands[0].exit_code == 0, "the end of island 0")
     assert injector.is_over()
@@ -217,20 +248,29 @@ def test_who_comes_after_another_has_finished_is_not_waited_for(fleet):
     assert injector.is_over(), "it has come, and finds nobody"
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:31337", "/ip4/127.0.0.1/tcp/31337/p2p/12D3KooW"])
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:31337", "/ip4/127.0.0.1/tcp/31337/p2p/12D3KooW"]
+)
 def test_the_port_is_found_in_both_kinds_of_address(address):
     assert port_of(address) == "31337"
 
 
 def test_a_joiner_is_like_the_islands_of_the_file_but_for_what_the_launcher_sets():
-    island = IslandConfig(micro_batch=4, index=3, ranks=2, run_dir="x", faults=("slow:3x2",), cache_dir="/c")
+    island = IslandConfig(
+        micro_batch=4, index=3, ranks=2, run_dir="x", faults=("slow:3x2",), cache_dir="/c"
+    )
     assert changed_values(island) == ["island.micro_batch=4", 'island.cache_dir="/c"']
 
 
 def answers(source: Namespace, target: Namespace, seconds: float = 10) -> bool:
     """Whether an attempt to connect is answered, even by a refusal, instead of being lost."""
     code = f"import socket; socket.create_connection(({target.host!r}, 9), {seconds})"
-    done = subprocess.run(source.command(sys.executable, "-S", "-c", code), capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        source.command(sys.executable, "-S", "-c", code),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert "refused" in done.stderr or "timed out" in done.stderr, done.stderr
     return "refused" in done.stderr
 
@@ -273,7 +313,9 @@ def test_without_root_a_cut_is_refused_with_the_reason(monkeypatch):
 def two_ranks(fleet: Fleet) -> Fleet:
     """The fleet, with island 1 under the launcher of ranks: two, which sleep."""
     stop([fleet.islands[1]])
-    command = island_command(2, ["-n", "1", "-r", "1", "import time; time.sleep(600)"], module="timeit")
+    command = island_command(
+        2, ["-n", "1", "-r", "1", "import time; time.sleep(600)"], module="timeit"
+    )
     fleet.islands[1] = start("island-1", command, fleet.run_dir / "island-1" / "log.txt")
     fleet.started.append(fleet.islands[1])
     wait_until(lambda: bool(find_process(fleet.islands[1], "rank1")), "the start of the ranks")
@@ -281,7 +323,10 @@ def two_ranks(fleet: Fleet) -> Fleet:
 
 
 def test_one_rank_is_killed_and_its_launcher_ends_the_island(two_ranks):
-    injector, island = make_injector(two_ranks, "kill:1@round=0,process=rank1,back=0.1"), two_ranks.islands[1]
+    injector, island = (
+        make_injector(two_ranks, "kill:1@round=0,process=rank1,back=0.1"),
+        two_ranks.islands[1],
+    )
     injector.poll()
     assert done(two_ranks) == ["killed rank1 of island-1"] and injector.ended_by_fault(island)
     wait_until(lambda: island.exit_code is not None, "the end of the island")
@@ -291,10 +336,15 @@ def test_one_rank_is_killed_and_its_launcher_ends_the_island(two_ranks):
 
 
 def test_one_rank_is_frozen_and_woken(two_ranks):
-    injector, island = make_injector(two_ranks, "freeze:1@round=0,process=rank0,seconds=0.5"), two_ranks.islands[1]
+    injector, island = (
+        make_injector(two_ranks, "freeze:1@round=0,process=rank0,seconds=0.5"),
+        two_ranks.islands[1],
+    )
     injector.poll()
     wait_until(lambda: states(two_ranks, 1) >= {"T"}, "the stop of the rank")
-    assert {pid for pid in find_processes([island]) if state(pid) == "T"} == find_process(island, "rank0")
+    assert {pid for pid in find_processes([island]) if state(pid) == "T"} == find_process(
+        island, "rank0"
+    )
     poll_until(injector, lambda: not injector.is_down(1), "the end of the freeze")
     assert done(two_ranks) == ["froze rank0 of island-1 for 0.5 s", "woke island-1"]
 
@@ -303,7 +353,9 @@ def test_a_process_that_does_not_run_is_not_killed(two_ranks):
     injector = make_injector(two_ranks, "kill:1@round=0,process=daemon,back=0.1")
     injector.poll()
     assert done(two_ranks) == ["nothing was done: daemon is not running"]
-    assert two_ranks.islands[1].exit_code is None and not injector.ended_by_fault(two_ranks.islands[1])
+    assert two_ranks.islands[1].exit_code is None and not injector.ended_by_fault(
+        two_ranks.islands[1]
+    )
 
 
 def state(pid: int) -> str:

@@ -1,4 +1,6 @@
-"""Islands of one process whose rounds wait for a quorum: stages, kills, and going back to an earlier state."""
+"""Islands of one process whose rounds wait for a quorum: stages, kills, and going back to an
+earlier state.
+"""
 
 import json
 import os
@@ -22,9 +24,18 @@ from tests.swarm import GUARD_SECONDS, Island, Work, swarm
 NUM_ISLANDS, STEPS = 3, 4
 TOKENS = 512
 CYCLE = NUM_ISLANDS * STEPS * TOKENS
-QUORUM = ["outer.transport=loopback", "outer.wait_for=quorum", "outer.quorum=1", f"outer.inner_steps={STEPS}"]
+QUORUM = [
+    "outer.transport=loopback",
+    "outer.wait_for=quorum",
+    "outer.quorum=1",
+    f"outer.inner_steps={STEPS}",
+]
 EACH_CYCLE = ["island.checkpoint.every_rounds=1", "island.checkpoint.keep=20"]
-STAGES = [{"tokens": 2 * CYCLE}, {"tokens": CYCLE, "tokens_per_step": TOKENS // 2, "seq_len": 16}, {"lr": 0.002}]
+STAGES = [
+    {"tokens": 2 * CYCLE},
+    {"tokens": CYCLE, "tokens_per_step": TOKENS // 2, "seq_len": 16},
+    {"lr": 0.002},
+]
 SECONDS = {"island-0": 0.05, "island-1": 0.08, "island-2": 0.2}
 """How long an island is held up in each inner step: they contribute to different rounds."""
 
@@ -44,13 +55,18 @@ def together(config: Config, index: int) -> None:
 
 
 def run(folder: Path, *settings: str, works: list[Work]) -> list[Island]:
-    """The islands of a run in one process, which is started once for each work; all but the last are killed."""
+    """The islands of a run in one process, which is started once for each work; all but the last
+    are killed.
+    """
     with swarm(folder, *QUORUM, *settings, islands=[{"ranks": 1}] * NUM_ISLANDS) as made:
         for work in works[:-1]:
             assert made.start(0, work).wait() == [-signal.SIGKILL]
         process = made.start(0, works[-1])
         process.finish(4 * GUARD_SECONDS)
-        return [Island(process.folder.parent / f"island-{index}", process.ranks) for index in range(NUM_ISLANDS)]
+        return [
+            Island(process.folder.parent / f"island-{index}", process.ranks)
+            for index in range(NUM_ISLANDS)
+        ]
 
 
 def die_in_step(steps: int) -> Work:
@@ -85,7 +101,9 @@ def border_units(island: Island) -> dict[str, str]:
 
 
 def check_stages(islands: list[Island]) -> None:
-    """Check that all islands hold one history and began each stage behind the same unit, on its text."""
+    """Check that all islands hold one history and began each stage behind the same unit, on its
+    text.
+    """
     assert_one_history(*islands)
     units = [border_units(island) for island in islands]
     assert units[0] == units[1] == units[2]
@@ -97,14 +115,20 @@ def check_stages(islands: list[Island]) -> None:
 def test_islands_of_unequal_pace_change_the_stage_with_the_same_commit(tmp_path: Path) -> None:
     islands = run(tmp_path, f"stages={json.dumps(STAGES)}", "outer.rounds=6", works=[together])
     check_stages(islands)
-    given = [{number for number, r in island.committed().items() if r["tokens"]} for island in islands]
+    given = [
+        {number for number, r in island.committed().items() if r["tokens"]} for island in islands
+    ]
     assert given[0] != given[2], "they contributed to different rounds"
     last = max(islands[0].committed())
-    assert {island.committed()[last]["digest"] for island in islands} == {islands[0].committed()[last]["digest"]}
+    assert {island.committed()[last]["digest"] for island in islands} == {
+        islands[0].committed()[last]["digest"]
+    }
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_in_a_stage_they_end_in_one_state_and_read_no_unit_twice(tmp_path: Path) -> None:
+def test_killed_and_started_again_in_a_stage_they_end_in_one_state_and_read_no_unit_twice(
+    tmp_path: Path,
+) -> None:
     settings = [*EACH_CYCLE, f"stages={json.dumps(STAGES)}", "outer.rounds=6"]
     islands = run(tmp_path, *settings, works=[die_in_step(9), together])
     assert all(island.events("resumed") for island in islands)
@@ -115,7 +139,9 @@ def test_killed_and_started_again_in_a_stage_they_end_in_one_state_and_read_no_u
 
 
 def poison(runtime: Runtime) -> None:
-    """The first island's params become huge, and stay finite, once: its next contribution has them."""
+    """The first island's params become huge, and stay finite, once: its next contribution has
+    them.
+    """
     slowed(runtime)
     make_step = runtime.trainer.step
     has_broken = [False]
@@ -134,7 +160,9 @@ def poison(runtime: Runtime) -> None:
     life.run(runtime)
 
 
-def test_broken_losses_go_back_together_to_the_last_state_with_finite_losses(tmp_path: Path) -> None:
+def test_broken_losses_go_back_together_to_the_last_state_with_finite_losses(
+    tmp_path: Path,
+) -> None:
     limits = ["optimizer.max_skipped_steps=2", "outer.merge.refuse_norm_ratio=null"]
     settings = [*EACH_CYCLE, *limits, "outer.rounds=7", "evaluate.every_rounds=7"]
     islands = run(tmp_path, *settings, works=[lambda config, index: train_together(config, poison)])

@@ -1,4 +1,6 @@
-"""`diloco simulate --resume` goes on with a run that was stopped, and ends with the bits of one that never was."""
+"""`diloco simulate --resume` goes on with a run that was stopped, and ends with the bits of one
+that never was.
+"""
 
 import json
 import os
@@ -27,18 +29,26 @@ def write_config(folder: Path) -> Path:
 def simulate(config: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "diloco", "simulate", str(config), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=False)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=False
+    )
 
 
 def committed(folder: Path, name: str, island: int) -> dict[int, str]:
     path = folder / name / f"island-{island}" / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    return {each["round"]: each["digest"] for each in records if each["kind"] == "round" and each["committed"]}
+    return {
+        each["round"]: each["digest"]
+        for each in records
+        if each["kind"] == "round" and each["committed"]
+    }
 
 
 @pytest.mark.parametrize("how", ["--in-process", pytest.param("", marks=pytest.mark.slow)])
-def test_a_run_that_was_stopped_goes_on_to_the_digest_of_one_that_was_not(tmp_path: Path, how: str) -> None:
+def test_a_run_that_was_stopped_goes_on_to_the_digest_of_one_that_was_not(
+    tmp_path: Path, how: str
+) -> None:
     config, words = write_config(tmp_path), list(filter(None, [how]))
     whole = simulate(config, "name=whole", *words)
     assert whole.wait(GUARD_SECONDS) == 0
@@ -65,7 +75,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_digest_of_one_that_was_not(tmp_pa
         (["name=one", "--resume", "--baseline"], b"a baseline always starts"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused(tmp_path: Path, words: list[str], problem: bytes) -> None:
+def test_what_cannot_be_resumed_is_refused(
+    tmp_path: Path, words: list[str], problem: bytes
+) -> None:
     config = write_config(tmp_path)
     (tmp_path / "one").mkdir()
     loaded = json.loads(config.read_text()) | {"name": "one"}

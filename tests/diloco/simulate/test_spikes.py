@@ -1,4 +1,6 @@
-"""Loss spikes in islands of one process: what a rewind does, what is noted, and that a resumed run sees the same."""
+"""Loss spikes in islands of one process: what a rewind does, what is noted, and that a resumed run
+sees the same.
+"""
 
 import os
 import signal
@@ -29,7 +31,9 @@ KILL_AT = 7
 
 
 def train(folder: Path, action: str, *, is_killed: bool = False) -> list[Island]:
-    """The islands of a run in one process, which may be killed in inner step KILL_AT and started again."""
+    """The islands of a run in one process, which may be killed in inner step KILL_AT and started
+    again.
+    """
 
     def live(parts: Runtime) -> None:
         made = [0]
@@ -59,7 +63,10 @@ def train(folder: Path, action: str, *, is_killed: bool = False) -> list[Island]
 
 def numbers(island: Island) -> dict[int, Any]:
     """Loss, spike and fate of each inner step, as last recorded."""
-    return {record["step"]: (record["loss"], record["spike"], record["skipped"]) for record in island.records("step")}
+    return {
+        record["step"]: (record["loss"], record["spike"], record["skipped"])
+        for record in island.records("step")
+    }
 
 
 def digests(island: Island) -> list[str]:
@@ -73,13 +80,19 @@ def rewound(tmp_path_factory: pytest.TempPathFactory) -> list[Island]:
 
 def test_a_spike_is_recorded_and_noted_in_the_logbook(rewound: list[Island]):
     spikes = {step for step, (_, spike, _) in numbers(rewound[0]).items() if spike is not None}
-    events = [record["text"] for record in rewound[0].records("event") if record["name"] == "loss spike"]
+    events = [
+        record["text"] for record in rewound[0].records("event") if record["name"] == "loss spike"
+    ]
     assert 0 < len(spikes) == len(events)
     assert all("went on from the global params" in text for text in events)
-    assert (rewound[0].folder.parent / "LOGBOOK.md").read_text().count("**island-0** loss spike") == len(spikes)
+    assert (rewound[0].folder.parent / "LOGBOOK.md").read_text().count(
+        "**island-0** loss spike"
+    ) == len(spikes)
 
 
-def test_islands_agree_after_rewinds_and_end_elsewhere_than_after_skips(rewound: list[Island], tmp_path: Path):
+def test_islands_agree_after_rewinds_and_end_elsewhere_than_after_skips(
+    rewound: list[Island], tmp_path: Path
+):
     skipped = train(tmp_path, "skip")
     for islands in (rewound, skipped):
         assert len(digests(islands[0])) == 3 and digests(islands[0]) == digests(islands[1])

@@ -25,7 +25,13 @@ class Place:
 
 
 def text(**changes) -> OrderText:
-    values = {"run": "run", "island": "island-1", "action": "save", "argument": "", "time": round(1000 * NOW)}
+    values = {
+        "run": "run",
+        "island": "island-1",
+        "action": "save",
+        "argument": "",
+        "time": round(1000 * NOW),
+    }
     return OrderText(**values | changes)
 
 
@@ -65,7 +71,9 @@ def test_an_order_makes_the_file_that_an_operator_would_make(
         (order(action="exclude"), "name or key is missing"),
     ],
 )
-def test_any_other_order_is_refused_and_does_nothing(tmp_path: Path, wrong: Order, why: str) -> None:
+def test_any_other_order_is_refused_and_does_nothing(
+    tmp_path: Path, wrong: Order, why: str
+) -> None:
     place = Place(tmp_path)
     with pytest.raises(MessageError, match=why):
         place.carry_out(wrong)

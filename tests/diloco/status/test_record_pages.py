@@ -1,4 +1,6 @@
-"""Pages of an island's records: whole lines, from where the watcher is, of the file that it knows."""
+"""Pages of an island's records: whole lines, from where the watcher is, of the file that it
+knows.
+"""
 
 import threading
 from pathlib import Path
@@ -6,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from diloco.records.metrics import Metrics, to_line
-from diloco.status.record_pages import CALL, LINGER_SECONDS, PAGE_BYTES, RecordsPage, RecordsRequest, RecordsServer
+from diloco.status.record_pages import (
+    CALL,
+    LINGER_SECONDS,
+    PAGE_BYTES,
+    RecordsPage,
+    RecordsRequest,
+    RecordsServer,
+)
 from outer.errors import MessageError
 from outer.membership.loopback import LoopbackMessenger
 from outer.network.event_loop import EventLoopThread
@@ -38,11 +47,17 @@ def test_pages_of_a_long_file_are_the_whole_file(tmp_path: Path, kind: str) -> N
                     island.messenger.address, CALL, request.encode(), timeout_seconds=20
                 )
                 page = parse(RecordsPage, inflate(reply))
-                assert 0 < len(page.lines) <= PAGE_BYTES and page.lines.endswith("\n") and page.size == len(text)
+                assert (
+                    0 < len(page.lines) <= PAGE_BYTES
+                    and page.lines.endswith("\n")
+                    and page.size == len(text)
+                )
                 request, told = after(page), told + page.lines
             assert told == text
             with pytest.raises(MessageError, match="not a RecordsRequest"):
-                await caller.messenger.call(island.messenger.address, CALL, b'{"offset": -1}', timeout_seconds=20)
+                await caller.messenger.call(
+                    island.messenger.address, CALL, b'{"offset": -1}', timeout_seconds=20
+                )
 
     run(main())
 
@@ -93,7 +108,10 @@ def test_an_island_waits_at_its_end_for_a_watcher_to_have_the_last_records(tmp_p
     caller, address = loop.run(open_messengers())
 
     def ask(request: RecordsRequest) -> RecordsPage:
-        return parse(RecordsPage, inflate(loop.run(caller.call(address, CALL, request.encode(), timeout_seconds=5))))
+        return parse(
+            RecordsPage,
+            inflate(loop.run(caller.call(address, CALL, request.encode(), timeout_seconds=5))),
+        )
 
     page = ask(START)
     metrics.write(a_step(2))

@@ -26,7 +26,9 @@ from tests.swarm import read_records
 from tests.swarm import swarm as islands_of
 
 ENDLESS = "outer.rounds=100000"
-PLACE = Place(island="b", num_steps=6, num_rounds=3, ranks=2, mesh="dp_shard2", hardware="CPU (x86_64)")
+PLACE = Place(
+    island="b", num_steps=6, num_rounds=3, ranks=2, mesh="dp_shard2", hardware="CPU (x86_64)"
+)
 
 
 @pytest.mark.parametrize("kind", ["gloo", "tls"])
@@ -61,7 +63,11 @@ def test_an_island_that_is_frozen_is_shown_with_its_record_and_the_exit_status_s
         assert status(made.address, [], None, as_json=True) == 1
         island.signal(signal.SIGCONT)
         (frozen,) = json.loads(capsys.readouterr().out)[0]["islands"]
-        assert "no answer within" in frozen["state"] and frozen["round"] >= 1 and not frozen["answered"]
+        assert (
+            "no answer within" in frozen["state"]
+            and frozen["round"] >= 1
+            and not frozen["answered"]
+        )
 
 
 def test_a_loop_of_ones_own_tells_its_state(tmp_path: Path) -> None:
@@ -80,16 +86,32 @@ def test_a_reply_is_what_the_records_said_last(tmp_path: Path, kind: str) -> Non
         async with swarm(kind) as place:
             caller, island = await place.open(A), await place.open(B)
             metrics = Metrics(tmp_path / "metrics.jsonl")
-            StatusServer(island.messenger, metrics, PLACE, lambda: Position(round=2, tokens=99), None)
+            StatusServer(
+                island.messenger, metrics, PLACE, lambda: Position(round=2, tokens=99), None
+            )
             metrics.write(a_step(3, loss=float("nan")))
             metrics.write(a_round(1))
             metrics.write(EventRecord(name="joined", text="\x1b[2Jat round 3" + "x" * 1000))
-            reply = await caller.messenger.call(island.messenger.address, CALL, b"", timeout_seconds=20)
+            reply = await caller.messenger.call(
+                island.messenger.address, CALL, b"", timeout_seconds=20
+            )
             told = parse(IslandStatus, reply)
-            assert (told.step, told.loss, told.round, told.tokens, told.committed) == (3, None, 2, 99, 1)
-            assert told.event.startswith("joined:") and "\x1b" not in told.event and len(told.event) == 300
+            assert (told.step, told.loss, told.round, told.tokens, told.committed) == (
+                3,
+                None,
+                2,
+                99,
+                1,
+            )
+            assert (
+                told.event.startswith("joined:")
+                and "\x1b" not in told.event
+                and len(told.event) == 300
+            )
             with pytest.raises(MessageError, match="none expected"):
-                await caller.messenger.call(island.messenger.address, CALL, b"x", timeout_seconds=20)
+                await caller.messenger.call(
+                    island.messenger.address, CALL, b"x", timeout_seconds=20
+                )
 
     run(main())
 
@@ -99,7 +121,9 @@ def test_an_island_of_an_older_version_is_named_as_such() -> None:
         async with swarm("gloo", "test") as place:
             await enter(place, A)
             (seen,) = await asyncio.to_thread(find_status, place.bootstrap[0], [], None)
-            assert "another version of diloco" in seen.islands[0].state and seen.islands[0].round == 3
+            assert (
+                "another version of diloco" in seen.islands[0].state and seen.islands[0].round == 3
+            )
             assert any("  a" in line and "  3  " in line for line in format_run(seen))
 
     run(main())
@@ -123,7 +147,9 @@ def test_a_folder_tells_the_last_of_its_records(tmp_path: Path) -> None:
         for record in (a_step(1), a_step(2), a_round(0), a_round(1, committed=False)):
             metrics.write(record)
         metrics.close()
-    Metrics(tmp_path / "island-1/metrics.jsonl").write(EventRecord(name="left", text="the run is done"))
+    Metrics(tmp_path / "island-1/metrics.jsonl").write(
+        EventRecord(name="left", text="the run is done")
+    )
     (seen,) = find_status(str(tmp_path), [], None)
     text = "\n".join(format_run(seen))
     assert seen.num_steps == parse_config(run_text("gloo")).run.total_steps
@@ -140,7 +166,9 @@ def test_a_folder_tells_the_last_of_its_records(tmp_path: Path) -> None:
         ("tcp://127.0.0.1:1", ["outer.codec=int8"], "outer.codec"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_with_its_cure(target: str, overrides: list[str], text: str) -> None:
+def test_what_cannot_be_asked_is_refused_with_its_cure(
+    target: str, overrides: list[str], text: str
+) -> None:
     with pytest.raises(ConfigError, match=text):
         find_status(target, overrides, None)
 

@@ -23,5 +23,7 @@ def test_a_flag_of_the_other_rendezvous_is_refused_and_not_ignored(rendezvous, i
 
 @pytest.mark.parametrize("host", ["300.1.1.1", "localhost", "::1", ""])
 def test_a_host_that_no_dht_can_listen_on_is_refused_by_its_flags_name(host):
-    with pytest.raises(ConfigError, match=r"--host: got .*; allowed: an IPv4 address of this machine"):
+    with pytest.raises(
+        ConfigError, match=r"--host: got .*; allowed: an IPv4 address of this machine"
+    ):
         bootstrap(host, 0, "dht", None)

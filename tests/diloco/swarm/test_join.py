@@ -10,7 +10,9 @@ from diloco.swarm.join import check_folder
 def test_a_joiner_does_not_take_the_folder_of_another_run_of_the_same_name(tmp_path):
     ours, earlier = parse_config("", ["seed=1", "island.index=3"]), parse_config("", ["seed=2"])
     (tmp_path / "config.yaml").write_text(dump_config(earlier))
-    with pytest.raises(ConfigError, match=r"belongs to another run named 'run'(.|\n)*seed: here 2, in the run 1"):
+    with pytest.raises(
+        ConfigError, match=r"belongs to another run named 'run'(.|\n)*seed: here 2, in the run 1"
+    ):
         check_folder(tmp_path, ours)
 
 

@@ -1,4 +1,6 @@
-"""Islands that are torchtitan's trainer, forked from one process that has imported it (tests/swarm.py)."""
+"""Islands that are torchtitan's trainer, forked from one process that has imported it
+(tests/swarm.py).
+"""
 
 import hashlib
 import os
@@ -44,7 +46,8 @@ def trains(
     outer: Mapping[str, Any] | None = None,
     **degrees: Any,
 ) -> Work:
-    """The work of an island with torchtitan's trainer, whose ranks have these degrees of parallelism.
+    """The work of an island with torchtitan's trainer, whose ranks have these degrees of
+    parallelism.
 
     `change` is made to the trainer's config, and `begin` to the trainer before it trains.
     """
@@ -58,10 +61,17 @@ def trains(
         titan.training.local_batch_size = small.SEQUENCES // (dims.dp_replicate * dims.dp_shard)
         titan.dump_folder = str(Path(config.for_island(index).run_dir) / "titan")
         if hasattr(titan, "islands"):
-            rules = {"rounds": ROUNDS, "inner_steps": STEPS, "quorum": len(config.islands), "below_quorum": "wait"}
+            rules = {
+                "rounds": ROUNDS,
+                "inner_steps": STEPS,
+                "quorum": len(config.islands),
+                "below_quorum": "wait",
+            }
             rules |= {"part_elements": 1 << 18, "wait_seconds": 600.0}
             titan.island_parts = len(config.islands)
-            titan.islands = own_config(config, index, dict(island or {}), **rules | dict(outer or {}))
+            titan.islands = own_config(
+                config, index, dict(island or {}), **rules | dict(outer or {})
+            )
         change(titan)
         return run(titan, begin)
 
@@ -69,7 +79,9 @@ def trains(
 
 
 def run(config: Trainer.Config, begin: Callable[[Any], None]) -> dict[str, Any]:
-    """Train as `torchtitan.train` does, and return what the trainer has logged and what it holds at the end."""
+    """Train as `torchtitan.train` does, and return what the trainer has logged and what it holds at
+    the end.
+    """
     trainer = config.build()
     trainer.metrics_processor.logger = kept = Kept()
     begin(trainer)
@@ -85,7 +97,9 @@ def run(config: Trainer.Config, begin: Callable[[Any], None]) -> dict[str, Any]:
 
 
 def draw_by_name(trainer: Any) -> None:
-    """Give parameters values that follow from their names. torchtitan's own differ between meshes."""
+    """Give parameters values that follow from their names. torchtitan's own differ between
+    meshes.
+    """
     for part in trainer.model_parts:
         for name, param in part.named_parameters():
             seed = zlib.crc32(clean_name(name).encode())
@@ -97,10 +111,15 @@ def draw_by_name(trainer: Any) -> None:
 
 
 def full_tensors(trainer: Any) -> dict[str, str]:
-    """Hashes of all parameters and biases of routers of the island, by their names in the whole model."""
+    """Hashes of all parameters and biases of routers of the island, by their names in the whole
+    model.
+    """
     mine = {}
     for part in trainer.model_parts:
-        named = [*part.named_parameters(), *(each for each in part.named_buffers() if "expert_bias" in each[0])]
+        named = [
+            *part.named_parameters(),
+            *(each for each in part.named_buffers() if "expert_bias" in each[0]),
+        ]
         for name, tensor in named:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             mine[clean_name(name)] = hash_of(whole)

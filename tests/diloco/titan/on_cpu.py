@@ -1,6 +1,8 @@
-"""torchtitan's own `torchtitan.train`, on a CPU. Patched here, in tests alone: it has no path without an accelerator.
+"""torchtitan's own `torchtitan.train`, on a CPU. Patched here, in tests alone: it has no path
+without an accelerator.
 
-python -m tests.diloco.titan.on_cpu --module tests.diloco.titan.small --config llama3 [OPTIONS OF torchtitan]
+python -m tests.diloco.titan.on_cpu --module tests.diloco.titan.small --config llama3 \\
+    [OPTIONS OF torchtitan]
 """
 
 import sys
@@ -48,7 +50,10 @@ def use_cpu() -> None:
 
 
 def exchange(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any = None, async_op: bool = False
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
 ) -> None:
     """As all_to_all, for tensors of different sizes too, which gloo's takes only as one tensor."""
     sizes_in, sizes_out = ([tensor.numel() for tensor in tensors] for tensors in (outputs, inputs))

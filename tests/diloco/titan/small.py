@@ -1,4 +1,6 @@
-"""torchtitan's debug models, smaller, as a registry of configs: for one core, without files of its repository."""
+"""torchtitan's debug models, smaller, as a registry of configs: for one core, without files of its
+repository.
+"""
 
 import os
 import signal
@@ -48,7 +50,9 @@ class NoTokenizer(BaseTokenizer):
 
 
 class RandomLoader(BaseDataLoader):
-    """Sequences by their numbers, of which a rank of `dp_world_size` reads every `dp_world_size`-th."""
+    """Sequences by their numbers, of which a rank of `dp_world_size` reads every
+    `dp_world_size`-th.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -61,7 +65,14 @@ class RandomLoader(BaseDataLoader):
         """The process is killed when this batch is asked for, counted from 0."""
 
     def __init__(
-        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int,
+        local_batch_size: int,
+        **_: Any,
     ) -> None:
         self.vocab_size, self.seq_len, self.batch = config.vocab_size, seq_len, local_batch_size
         self.rank, self.world, self.next = dp_rank, dp_world_size, 0
@@ -79,7 +90,9 @@ class RandomLoader(BaseDataLoader):
     def sequence(self, number: int) -> torch.Tensor:
         made = torch.Generator().manual_seed(number)
         start = torch.randint(self.vocab_size, (1,), generator=made)
-        return (start + torch.arange(self.seq_len + 1) * torch.randint(1, 4, (1,), generator=made)) % self.vocab_size
+        return (
+            start + torch.arange(self.seq_len + 1) * torch.randint(1, 4, (1,), generator=made)
+        ) % self.vocab_size
 
     def state_dict(self) -> dict[str, Any]:
         return {f"next_{self.rank}": self.next}

@@ -25,7 +25,13 @@ WORDS = ["--module", "diloco.titan", "--config", "llama3_debugmodel", "--islands
 
 
 def test_the_command_line_gives_the_run_and_what_is_this_island_own() -> None:
-    words = [*WORDS, "--island", "island.index=1,island.bootstrap=[tcp://a:1,tcp://b:2]", "--training.steps", "12"]
+    words = [
+        *WORDS,
+        "--island",
+        "island.index=1,island.bootstrap=[tcp://a:1,tcp://b:2]",
+        "--training.steps",
+        "12",
+    ]
     config = ConfigManager().parse_args(words)
     assert issubclass(type(config)._owner, IslandsTrainer)
     assert (config.islands, config.training.steps) == ("run.yaml", 12)
@@ -38,13 +44,19 @@ def test_every_config_of_its_models_is_found_by_its_name() -> None:
     assert issubclass(type(config_registry.deepseek_v3_debugmodel())._owner, IslandsTrainer)
 
 
-def test_a_name_that_no_config_has_is_refused_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_registry, "load_registries", lambda name="", failed=None: iter([llama_registry]))
+def test_a_name_that_no_config_has_is_refused_with_those_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        config_registry, "load_registries", lambda name="", failed=None: iter([llama_registry])
+    )
     with pytest.raises(ValueError, match=r"'llama9' not found .*'llama3_8b'"):
         ConfigManager().parse_args(["--module", "diloco.titan", "--config", "llama9"])
 
 
-def test_a_name_in_a_registry_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_in_a_registry_that_cannot_be_imported_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan.models.qwen3.config_registry", None)
     with pytest.raises(ImportError, match=r"'qwen3_14b' .* cannot be imported: .*qwen3: "):
         ConfigManager().parse_args(["--module", "diloco.titan", "--config", "qwen3_14b"])
@@ -83,7 +95,14 @@ def change_model(config: Trainer.Config) -> None:
 
 
 def test_the_example_of_a_registry_gives_an_island() -> None:
-    words = ["--module", "examples.torchtitan_registry", "--config", "small_llama", "--islands", "run.yaml"]
+    words = [
+        "--module",
+        "examples.torchtitan_registry",
+        "--config",
+        "small_llama",
+        "--islands",
+        "run.yaml",
+    ]
     config = ConfigManager().parse_args(words)
     assert issubclass(type(config)._owner, IslandsTrainer)
     assert len(config.model_spec.model.layers) == 4

@@ -1,4 +1,5 @@
-"""torchtitan's trainer on each of its layouts: two islands, of which one is killed in a round and comes back.
+"""torchtitan's trainer on each of its layouts: two islands, of which one is killed in a round and
+comes back.
 
 The environment with torchtitan is a different one (docs/library.md):
 `.venv-titan/bin/python -m pytest -m slow tests/diloco/titan`
@@ -32,7 +33,11 @@ LAYOUTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "llama3 pp2": (small.llama3, 2, PP),
     "llama3 replicate2": (small.llama3, 2, {"data_parallel_replicate_degree": 2}),
     "llama3 hsdp 2 x 2": (small.llama3, 4, {"data_parallel_replicate_degree": 2}),
-    "llama3 interleaved": (small.llama3_of_four, 2, PP | {"pipeline_parallel_schedule": "Interleaved1F1B"}),
+    "llama3 interleaved": (
+        small.llama3_of_four,
+        2,
+        PP | {"pipeline_parallel_schedule": "Interleaved1F1B"},
+    ),
     "llama3 pp2 x fsdp2": (small.llama3, 4, PP),
     "llama3 recomputed": (small.llama3_recomputed, 2, {}),
     "qwen3 tied tp2": (small.qwen3_tied, 2, TP),
@@ -46,7 +51,9 @@ LAYOUTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_islands_end_with_one_model_though_one_was_killed_in_a_round(tmp_path: Path, layout: str) -> None:
+def test_two_islands_end_with_one_model_though_one_was_killed_in_a_round(
+    tmp_path: Path, layout: str
+) -> None:
     make, ranks, degrees = LAYOUTS[layout]
     work = partial(trains, make, outer={"rounds": ROUNDS, "inner_steps": STEPS}, **degrees)
     with swarm(tmp_path, islands=[{"ranks": ranks}, {"ranks": ranks}]) as made:
@@ -60,11 +67,17 @@ def test_two_islands_end_with_one_model_though_one_was_killed_in_a_round(tmp_pat
     assert ends[0]["digest"] == ends[1]["digest"]
     assert ends[0]["tensors"] == ends[1]["tensors"] != {}
     assert ends[0]["step"] == ends[1]["step"] == ROUNDS * STEPS
-    committed = [record for record in records_of(made, 0) if record["kind"] == "round" and record["committed"]]
+    committed = [
+        record
+        for record in records_of(made, 0)
+        if record["kind"] == "round" and record["committed"]
+    ]
     assert {record["tokens"] for record in committed} == {STEPS * small.SEQUENCES * small.SEQ_LEN}
     assert all(record["loss"] > 1 for record in records_of(made, 0) if record["kind"] == "step")
     logged = [metrics.get("islands/round") for metrics in ends[0]["steps"].values()]
-    assert [number for number in logged if number is not None] == [0, 1], "the last round lands after the last line"
+    assert [number for number in logged if number is not None] == [0, 1], (
+        "the last round lands after the last line"
+    )
     rates = [{step: lr_of(metrics) for step, metrics in end["steps"].items()} for end in ends]
     assert rates[1].items() <= rates[0].items(), "its learning rate is that of the run"
 

@@ -1,4 +1,6 @@
-"""Runs of torchtitan's trainer with islands: alone, on unequal islands, from its own checkpoints."""
+"""Runs of torchtitan's trainer with islands: alone, on unequal islands, from its own
+checkpoints.
+"""
 
 import signal
 from pathlib import Path
@@ -25,7 +27,9 @@ def end_after_20(config: Trainer.Config) -> None:
     config.dataloader.num_batches = 20
 
 
-def test_20_steps_are_the_same_bits_without_islands_and_with_a_round_that_never_ends(tmp_path: Path) -> None:
+def test_20_steps_are_the_same_bits_without_islands_and_with_a_round_that_never_ends(
+    tmp_path: Path,
+) -> None:
     logged = []
     for make in (small.plain_llama3, small.llama3):
         with swarm(tmp_path / make.__name__, islands=[{"ranks": 2}]) as made:
@@ -61,7 +65,8 @@ def save_and_die_at_six(config: Trainer.Config) -> None:
 
 
 def end_of(folder: Path, ranks: list[int], *, is_killed: bool) -> list[dict[str, Any]]:
-    """What islands of so many ranks have after two rounds. All may be killed before their sixth step and start again.
+    """What islands of so many ranks have after two rounds. All may be killed before their sixth
+    step and start again.
 
     They have saved after the fourth one, with a round in flight.
     """
@@ -78,7 +83,9 @@ def end_of(folder: Path, ranks: list[int], *, is_killed: bool) -> list[dict[str,
 
 
 @pytest.mark.parametrize("ranks", [[1], [2, 1]], ids=str)
-def test_a_run_whose_processes_are_all_killed_goes_on_bit_for_bit(tmp_path: Path, ranks: list[int]) -> None:
+def test_a_run_whose_processes_are_all_killed_goes_on_bit_for_bit(
+    tmp_path: Path, ranks: list[int]
+) -> None:
     whole = end_of(tmp_path / "whole", ranks, is_killed=False)
     resumed = end_of(tmp_path / "resumed", ranks, is_killed=True)
     assert [end["step"] for end in resumed] == [2 * STEPS] * len(ranks)
@@ -100,7 +107,9 @@ def test_an_island_resumes_alone_after_the_others_went_on(tmp_path: Path) -> Non
 
     with swarm(tmp_path, islands=[{"ranks": 2}, {}]) as made:
         first = made.start(0, trains(change=many, outer=outer))
-        assert made.start(1, trains(change=few, outer=outer)).wait(WAIT_SECONDS) == [-signal.SIGKILL]
+        assert made.start(1, trains(change=few, outer=outer)).wait(WAIT_SECONDS) == [
+            -signal.SIGKILL
+        ]
         back = made.start(1, trains(change=many, outer=outer))
         for island in (first, back):
             island.finish(WAIT_SECONDS)
@@ -116,12 +125,16 @@ def validate(config: Trainer.Config) -> None:
 
 
 def test_islands_validate_the_global_params(tmp_path: Path) -> None:
-    """In the middle of a round too, where local params differ: freq is 2 and a round has 3 steps."""
+    """In the middle of a round too, where local params differ: freq is 2 and a round has 3
+    steps.
+    """
     with swarm(tmp_path, islands=[{}, {}]) as made:
         for island in made.start_all(trains(change=validate)):
             island.finish(WAIT_SECONDS)
         ends = [island.result()["steps"] for island in made.started]
-    losses = [{step: m.get("validation_metrics/loss") for step, m in steps.items()} for steps in ends]
+    losses = [
+        {step: m.get("validation_metrics/loss") for step, m in steps.items()} for steps in ends
+    ]
     assert losses[0] == losses[1]
     assert len([loss for loss in losses[0].values() if loss]) == 7
     assert ends[0][2][KEPT[0]] != ends[1][2][KEPT[0]], "they train on different text"

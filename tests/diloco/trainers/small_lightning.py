@@ -1,4 +1,6 @@
-"""A small model under Lightning's Trainer. Its batches follow from the trainer's step, so resuming repeats them."""
+"""A small model under Lightning's Trainer. Its batches follow from the trainer's step, so resuming
+repeats them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ def share(step: int) -> float:
 
 
 class Small(LightningModule):
-    """The model of tests under its own names. Records the loss, the step and the learning rate of each step."""
+    """The model of tests under its own names. Records the loss, the step and the learning rate of
+    each step.
+    """
 
     def __init__(self, lr: float = 1.0, seed: int = 0) -> None:
         super().__init__()
@@ -33,7 +37,10 @@ class Small(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=self._lr, momentum=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, share), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, share), "interval": "step"},
+        }
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         seed = self.trainer.global_step * 10 + self.trainer.global_rank
@@ -43,7 +50,9 @@ class Small(LightningModule):
             outputs = module(outputs)
         loss = (outputs.squeeze(1) - inputs.sum(1)).square().mean()
         self.losses.append(loss.item())
-        self.seen.append((self.trainer.global_step, self.trainer.optimizers[0].param_groups[0]["lr"]))
+        self.seen.append(
+            (self.trainer.global_step, self.trainer.optimizers[0].param_groups[0]["lr"])
+        )
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -54,7 +63,12 @@ class Small(LightningModule):
 
 
 LOADER = DataLoader([torch.zeros(1)] * 1000, TOKENS)
-QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+QUIET = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
 
 
 def alone(folder: Path, **outer: Any) -> dict[str, Any]:
@@ -74,12 +88,22 @@ class StopAt(Callback):
 
 
 def fit(
-    folder: Path, islands: IslandsCallback | None, *others: Callback, model: Small | None = None, **settings: Any
+    folder: Path,
+    islands: IslandsCallback | None,
+    *others: Callback,
+    model: Small | None = None,
+    **settings: Any,
 ) -> Small:
     """Train the small model, by default on one process and without loggers and checkpoints."""
     model = model or Small()
     resume = settings.pop("ckpt_path", None)
-    options = QUIET | {"devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": 100} | settings
+    options = (
+        QUIET
+        | {"devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": 100}
+        | settings
+    )
     callbacks = [*([] if islands is None else [islands]), *others]
-    Trainer(default_root_dir=folder, callbacks=callbacks, **options).fit(model, LOADER, LOADER, ckpt_path=resume)
+    Trainer(default_root_dir=folder, callbacks=callbacks, **options).fit(
+        model, LOADER, LOADER, ckpt_path=resume
+    )
     return model

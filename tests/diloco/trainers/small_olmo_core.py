@@ -46,7 +46,9 @@ class Batches(DataLoaderBase):
 
 
 class Look(Callback):
-    """Records step, learning rate and loss of each step; ends training at a step if one is given."""
+    """Records step, learning rate and loss of each step; ends training at a step if one is
+    given.
+    """
 
     def __init__(self, stop_at: int | None = None) -> None:
         self._stop_at = stop_at
@@ -95,7 +97,12 @@ def build(folder: Path, islands: IslandsCallback | None, look: Look, **settings:
     ranks = {"dp_world_size": num_ranks, "dp_rank": rank}
     loader = Batches(work_dir=folder, global_batch_size=BATCH_TOKENS, **ranks)
     saves = settings.pop("save_interval", None)
-    own = {"save_folder": str(folder), "work_dir": str(folder / "work"), "device": "cpu", "metrics_collect_interval": 1}
+    own = {
+        "save_folder": str(folder),
+        "work_dir": str(folder / "work"),
+        "device": "cpu",
+        "metrics_collect_interval": 1,
+    }
     own |= {"max_duration": Duration.steps(1000)}
     config = TrainerConfig(**(own | settings))
     saving = CheckpointerCallback(
@@ -107,7 +114,9 @@ def build(folder: Path, islands: IslandsCallback | None, look: Look, **settings:
     return config.build(module, loader)
 
 
-def fit(folder: Path, islands: IslandsCallback | None, look: Look | None = None, **settings: Any) -> Trainer:
+def fit(
+    folder: Path, islands: IslandsCallback | None, look: Look | None = None, **settings: Any
+) -> Trainer:
     trainer = build(folder, islands, look or Look(), **settings)
     trainer.fit()
     return trainer

@@ -36,18 +36,32 @@ def test_the_runs_end_stops_the_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_trainer_that_resumes_from_its_checkpoint_goes_on_where_it_was(tmp_path: Path, delay: int) -> None:
+def test_a_trainer_that_resumes_from_its_checkpoint_goes_on_where_it_was(
+    tmp_path: Path, delay: int
+) -> None:
     whole = IslandsCallback(alone(tmp_path / "whole", delay=delay))
     save = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
     settings: dict[str, Any] = {"enable_checkpointing": True, "limit_val_batches": 0}
     fit(tmp_path / "whole", whole, ModelCheckpoint(tmp_path / "whole", **save), **settings)
 
     broken = IslandsCallback(alone(tmp_path / "broken", delay=delay))
-    fit(tmp_path / "broken", broken, ModelCheckpoint(tmp_path / "broken", **save), StopAt(4), **settings)
+    fit(
+        tmp_path / "broken",
+        broken,
+        ModelCheckpoint(tmp_path / "broken", **save),
+        StopAt(4),
+        **settings,
+    )
     assert broken.islands.digest != whole.islands.digest
     resumed = IslandsCallback(alone(tmp_path / "broken", delay=delay))
     saved = tmp_path / "broken" / "step=3.ckpt"
-    fit(tmp_path / "broken", resumed, ModelCheckpoint(tmp_path / "again", **save), ckpt_path=saved, **settings)
+    fit(
+        tmp_path / "broken",
+        resumed,
+        ModelCheckpoint(tmp_path / "again", **save),
+        ckpt_path=saved,
+        **settings,
+    )
     assert resumed.islands.digest == whole.islands.digest
 
 
@@ -55,7 +69,9 @@ def test_a_trainer_that_resumes_without_the_state_of_islands_is_refused(tmp_path
     save = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="{step}")
     fit(tmp_path, None, save, StopAt(3), enable_checkpointing=True, limit_val_batches=0)
     islands = IslandsCallback(alone(tmp_path))
-    with pytest.raises(ConfigError, match=r"resumes at its step 3 without the state of Islands.*without ckpt_path"):
+    with pytest.raises(
+        ConfigError, match=r"resumes at its step 3 without the state of Islands.*without ckpt_path"
+    ):
         fit(tmp_path, islands, ckpt_path=tmp_path / "step=3.ckpt")
     assert not (tmp_path / "runs").exists(), "the run was not entered"
 
@@ -64,16 +80,23 @@ def test_a_trainer_that_resumes_without_the_state_of_islands_is_refused(tmp_path
     "settings, text",
     [
         ({"max_steps": 5}, r"Trainer\(max_steps=...\) is 5, and the run has 6 steps"),
-        ({"min_steps": 7}, r"Trainer\(min_steps=7, min_epochs=1\) would train on after the run is over"),
+        (
+            {"min_steps": 7},
+            r"Trainer\(min_steps=7, min_epochs=1\) would train on after the run is over",
+        ),
         ({"min_epochs": 2}, r"Trainer\(min_steps=None, min_epochs=2\) would train on"),
     ],
 )
-def test_limits_that_do_not_fit_the_run_are_refused(tmp_path: Path, settings: dict[str, Any], text: str) -> None:
+def test_limits_that_do_not_fit_the_run_are_refused(
+    tmp_path: Path, settings: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ConfigError, match=text):
         fit(tmp_path, IslandsCallback(alone(tmp_path)), **settings)
 
 
-def test_the_global_params_are_validated_and_training_goes_on_with_the_local_ones(tmp_path: Path) -> None:
+def test_the_global_params_are_validated_and_training_goes_on_with_the_local_ones(
+    tmp_path: Path,
+) -> None:
     islands = IslandsCallback(alone(tmp_path))
     every_step = {"val_check_interval": 1, "limit_val_batches": 1, "check_val_every_n_epoch": None}
     model = fit(tmp_path, islands, **every_step)

@@ -1,4 +1,6 @@
-"""Several islands under OLMo-core's trainer: one comes late, and may have another layout of ranks."""
+"""Several islands under OLMo-core's trainer: one comes late, and may have another layout of
+ranks.
+"""
 
 import os
 from pathlib import Path
@@ -35,7 +37,9 @@ class WaitsForOther(Look):
     def post_train_batch(self) -> None:
         super().post_train_batch()
         if self.step == 3 * STEPS:
-            until(lambda: bool(read_records(self._other / "metrics.jsonl")), "the other has entered")
+            until(
+                lambda: bool(read_records(self._other / "metrics.jsonl")), "the other has entered"
+            )
 
 
 def train(config: Config, index: int, parallel: dict[str, Any]) -> tuple[str, list[Any]]:

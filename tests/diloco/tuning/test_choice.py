@@ -1,4 +1,6 @@
-"""island.auto: which settings an island may choose, what it takes, and that it takes the same again."""
+"""island.auto: which settings an island may choose, what it takes, and that it takes the same
+again.
+"""
 
 import json
 from pathlib import Path
@@ -45,7 +47,8 @@ def test_a_mesh_is_chosen_among_those_that_the_heads_allow():
 def test_settings_that_no_candidate_can_use_are_refused_before_anything_starts():
     settings = config("island.ranks=3")
     with pytest.raises(
-        ConfigError, match=r"^island 0: island.auto=.* finds no setting .*tokens_per_step .*must be a multiple"
+        ConfigError,
+        match=r"^island 0: island.auto=.* finds no setting .*tokens_per_step .*must be a multiple",
     ):
         check_island(settings.run, settings.for_island(0), "island 0")
 
@@ -57,7 +60,9 @@ def test_a_later_start_takes_what_the_first_has_chosen(tmp_path: Path):
     kept = json.loads(path.read_text())
     last = len(list_candidates(config().run, config().for_island(0))) - 1
     path.write_text(json.dumps(kept | {"number": last}))
-    assert choose(tmp_path / "island-0").parallel.recompute == "full", "it was read, not measured again"
+    assert choose(tmp_path / "island-0").parallel.recompute == "full", (
+        "it was read, not measured again"
+    )
     assert "micro_batch" in (tmp_path / "LOGBOOK.md").read_text()
 
 
@@ -70,5 +75,7 @@ def test_what_was_chosen_for_another_config_is_not_taken(tmp_path: Path):
 
 def test_a_model_that_fits_with_no_candidate_is_refused_with_what_it_needs(tmp_path: Path):
     large = ["model={preset: 405b}", "island.auto=[micro_batch]"]
-    with pytest.raises(ConfigError, match=r"none of 4 settings fits .* micro_batch 1, recompute none"):
+    with pytest.raises(
+        ConfigError, match=r"none of 4 settings fits .* micro_batch 1, recompute none"
+    ):
         choose(tmp_path / "island-0", *large)

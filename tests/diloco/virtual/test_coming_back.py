@@ -1,6 +1,8 @@
-"""An island that comes back takes part in rounds again, however long it takes to get the others' state.
+"""An island that comes back takes part in rounds again, however long it takes to get the others'
+state.
 
-Without the rules tested here it takes the state of each round and is ready after the next plan, again and again.
+Without the rules tested here it takes the state of each round and is ready after the next plan,
+again and again.
 """
 
 from math import ceil, prod
@@ -26,9 +28,15 @@ BACK = f"kill:1@round={FAULT_ROUND},back=3"
 
 
 def simulate(
-    *overrides: str, islands: int = 3, round_seconds: float = 12.0, state_rounds: float = 1.5, fault: str = BACK
+    *overrides: str,
+    islands: int = 3,
+    round_seconds: float = 12.0,
+    state_rounds: float = 1.5,
+    fault: str = BACK,
 ) -> VirtualFleet:
-    """A run of rounds that take so long without transfers, and whose links bring a whole state in so many of them."""
+    """A run of rounds that take so long without transfers, and whose links bring a whole state in
+    so many of them.
+    """
     settings = (f"outer.rounds={ROUNDS}", "outer.inner_steps=4", "outer.optimizer.momentum=0.9")
     config = load_config(CONFIG, [*settings, *overrides])
     specs = param_specs(build_step_plan(config.run, load_island(config, 0)).work.sizes)
@@ -38,7 +46,8 @@ def simulate(
         step_seconds=str((1 - OWN_SHARE) * round_seconds / config.outer.inner_steps),
         host_seconds=str(OWN_SHARE * round_seconds),
         disturbances=Disturbances(
-            faults=(fault,), links=(f"{1e-6 * bits / 0.9 / (state_rounds * round_seconds):.6f}mbit,rtt=10ms",)
+            faults=(fault,),
+            links=(f"{1e-6 * bits / 0.9 / (state_rounds * round_seconds):.6f}mbit,rtt=10ms",),
         ),
     )
     return run_virtually(build_run(config, request))
@@ -56,7 +65,10 @@ def find_round_at(fleet: VirtualFleet, seconds: float) -> int:
 
 def check_comes_in(fleet: VirtualFleet, index: int, state_rounds: float) -> None:
     """The island takes part in every round from soon after its state can have come."""
-    came_in, made = find_round_at(fleet, fleet.islands[index].diary.begun_at), rounds_of(fleet, index)
+    came_in, made = (
+        find_round_at(fleet, fleet.islands[index].diary.begun_at),
+        rounds_of(fleet, index),
+    )
     last = fleet.num_rounds
     assert made and made[0] <= came_in + ceil(state_rounds) + 2
     assert made == list(range(made[0], last))
@@ -77,7 +89,9 @@ SLOW = pytest.mark.slow
         pytest.param(6, 3.0, "fp32", marks=SLOW),
     ],
 )
-def test_an_island_takes_part_soon_after_its_state_has_come(islands: int, state_rounds: float, codec: str) -> None:
+def test_an_island_takes_part_soon_after_its_state_has_come(
+    islands: int, state_rounds: float, codec: str
+) -> None:
     fleet = simulate(f"outer.codec={codec}", islands=islands, state_rounds=state_rounds)
     check_comes_in(fleet, 1, state_rounds)
 
@@ -89,12 +103,19 @@ def test_the_same_in_rounds_of_a_second(islands: int) -> None:
 
 
 def test_an_island_that_joins_takes_part_soon() -> None:
-    fleet = simulate("outer.codec=fp32", islands=2, state_rounds=3.0, fault=f"join:@round={FAULT_ROUND}")
+    fleet = simulate(
+        "outer.codec=fp32", islands=2, state_rounds=3.0, fault=f"join:@round={FAULT_ROUND}"
+    )
     check_comes_in(fleet, 2, 3.0)
 
 
 def test_an_island_that_was_frozen_takes_part_soon() -> None:
-    fleet = simulate("outer.codec=fp32", islands=2, state_rounds=3.0, fault=f"freeze:1@round={FAULT_ROUND},seconds=40")
+    fleet = simulate(
+        "outer.codec=fp32",
+        islands=2,
+        state_rounds=3.0,
+        fault=f"freeze:1@round={FAULT_ROUND},seconds=40",
+    )
     made = rounds_of(fleet, 1)
     woken = find_round_at(fleet, fleet.islands[1].machine.frozen_until)
     missed = sorted(set(range(ROUNDS)) - set(made))
@@ -109,6 +130,8 @@ def test_an_island_takes_part_soon_in_rounds_of_fragments_behind_inner_steps() -
 
 def test_an_island_whose_inner_step_takes_longer_than_rounds_is_waited_for_after_some() -> None:
     slow = f"slow:1x1.7@round={FAULT_ROUND},seconds=9999"
-    fleet = simulate("outer.inner_steps=1", "outer.codec=int8", islands=4, state_rounds=0.1, fault=slow)
+    fleet = simulate(
+        "outer.inner_steps=1", "outer.codec=int8", islands=4, state_rounds=0.1, fault=slow
+    )
     made = [number for number in rounds_of(fleet, 1) if number > FAULT_ROUND]
     assert made and made[0] <= FAULT_ROUND + 1 + most_missed(3)

@@ -63,7 +63,14 @@ def test_threads_of_several_machines_go_on_in_the_order_of_virtual_time(open_loo
         loop.spawn(lambda n=name, o=loop, p=pause: live(n, o, p), name)
     world.run(lambda: len(order) == 6)
     # At 6 s the one that has asked first goes first.
-    assert order == [(2.0, "fast"), (3.0, "slow"), (4.0, "fast"), (6.0, "slow"), (6.0, "fast"), (9.0, "slow")]
+    assert order == [
+        (2.0, "fast"),
+        (3.0, "slow"),
+        (4.0, "fast"),
+        (6.0, "slow"),
+        (6.0, "fast"),
+        (9.0, "slow"),
+    ]
 
 
 def test_a_thread_waits_for_another_until_it_has_ended(open_loop: Opener) -> None:
@@ -96,7 +103,9 @@ def test_work_that_does_not_end_in_time_is_given_up(open_loop: Opener) -> None:
     assert seen == [(False, pytest.approx(2.0)), (True, pytest.approx(3.0))]
 
 
-def test_what_is_due_on_a_frozen_machine_comes_when_it_wakes_and_it_finds_out(open_loop: Opener) -> None:
+def test_what_is_due_on_a_frozen_machine_comes_when_it_wakes_and_it_finds_out(
+    open_loop: Opener,
+) -> None:
     world, seen = World(MONTH), []
     frozen = machine(world)
     loop = open_loop(frozen)

@@ -23,7 +23,11 @@ ROUNDS = 4
 
 def simulate(*overrides: str, islands: int = 4, **flags: object) -> VirtualFleet:
     config = load_config(CONFIG, [f"outer.rounds={ROUNDS}", "outer.inner_steps=2", *overrides])
-    asked = {name: flags.pop(name) for name in ("faults", "links", "storm", "storm_seed") if name in flags}
+    asked = {
+        name: flags.pop(name)
+        for name in ("faults", "links", "storm", "storm_seed")
+        if name in flags
+    }
     own = {"islands": islands, "step_seconds": "2", "disturbances": Disturbances(**asked), **flags}
     request = VirtualRequest(**own)
     return run_virtually(build_run(config, request))
@@ -58,7 +62,8 @@ def test_the_same_run_comes_out_the_same() -> None:
     def run() -> tuple:
         fleet = simulate(links=("50mbit,rtt=80ms", "1:20mbit"), storm=6.0, storm_seed=3, islands=5)
         results = measure(fleet)
-        # A look of an event loop at what is due takes a nanosecond, and what is cancelled at once comes in any order.
+        # A look of an event loop at what is due takes a nanosecond, and what is cancelled at once
+        # comes in any order.
         landed = [[_rounded(value) for value in astuple(landed)] for _, landed in fleet.landed]
         return landed, results.messages, results.sent_bytes, _rounded(results.virtual_seconds)
 
@@ -82,8 +87,11 @@ def test_a_reduce_over_equal_links_takes_the_time_of_its_bytes() -> None:
     specs = param_specs(build_step_plan(config.run, load_island(config, 0)).work.sizes)
     (sent,) = round_bytes(config.outer, specs, 4)
     terms = measure(simulate(*changes, links=("10mbit",))).terms
-    # 0.94 of the link's rate, and 0.90 of that because several peers share it, as `diloco plan` has it.
-    assert terms.reduce == pytest.approx(8 * (sent.most_bytes + sent.last_bytes) / (10e6 * 0.94 * 0.90), rel=0.15)
+    # 0.94 of the link's rate, and 0.90 of that because several peers share it, as `diloco plan` has
+    # it.
+    assert terms.reduce == pytest.approx(
+        8 * (sent.most_bytes + sent.last_bytes) / (10e6 * 0.94 * 0.90), rel=0.15
+    )
 
 
 def test_the_others_wait_for_a_slow_island() -> None:

@@ -53,7 +53,10 @@ def test_a_fragment_of_the_model_is_one_of_the_stand_in() -> None:
 
 def test_among_very_many_islands_some_reduce_for_all_and_the_bytes_stay() -> None:
     specs, config = [ParamSpec("w", (1024, 1024))], outer(codec="fp32", part_elements=1024)
-    whole, shared = build_stand_in(specs, config, MAX_WHOLE), build_stand_in(specs, config, 2 * MAX_WHOLE)
+    whole, shared = (
+        build_stand_in(specs, config, MAX_WHOLE),
+        build_stand_in(specs, config, 2 * MAX_WHOLE),
+    )
     assert whole.share == 1.0 and shared.share == SHARERS / (2 * MAX_WHOLE)
     assert len(shared.sizes[Leg.REDUCE]) == SHARERS
     assert sum(shared.sizes[Leg.REDUCE]) == sum(whole.sizes[Leg.REDUCE])

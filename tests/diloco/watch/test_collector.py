@@ -1,4 +1,6 @@
-"""`diloco watch ADDRESS` of real islands: their records come over the network, and who is lost is seen."""
+"""`diloco watch ADDRESS` of real islands: their records come over the network, and who is lost is
+seen.
+"""
 
 import signal
 import time
@@ -35,14 +37,19 @@ def test_records_of_islands_that_end_have_come_whole(tmp_path: Path, kind: str) 
             for island in islands:
                 path = view.run_dir / island.folder.name / "metrics.jsonl"
                 own = read_records(island.folder / "metrics.jsonl")
-                until(lambda path=path, own=own: read_records(path) == own, "the last record", island)
+                until(
+                    lambda path=path, own=own: read_records(path) == own, "the last record", island
+                )
             assert told(view, "island-1")["end"] == "left"
 
 
 def find_loss(survivors: list[Island], name: str) -> float | None:
     """When the first of the survivors recorded that it lost the island."""
     times = [
-        r["time"] for each in survivors for r in each.records("event") if r["name"] == "lost" and name in r["text"]
+        r["time"]
+        for each in survivors
+        for r in each.records("event")
+        if r["name"] == "lost" and name in r["text"]
     ]
     return min(times, default=None)
 
@@ -81,7 +88,13 @@ def test_a_watcher_goes_on_where_an_earlier_one_stopped(tmp_path: Path) -> None:
             island.wait_for_round(number)
             with open_views(Watched(made.address, [], None, tmp_path / "kept")) as ((view,), _):
                 path = view.run_dir / "island-0/metrics.jsonl"
-                until(lambda path=path, n=number: any(r.get("round") == n for r in read_records(path)), "it", island)
+                until(
+                    lambda path=path, n=number: any(
+                        r.get("round") == n for r in read_records(path)
+                    ),
+                    "it",
+                    island,
+                )
         copied = read_records(path)
         assert copied == read_records(island.folder / "metrics.jsonl")[: len(copied)]
 
@@ -94,7 +107,12 @@ def test_the_ranks_of_an_island_record_where_their_time_went(tmp_path: Path) -> 
         for record in island.committed().values():
             assert [row[0] for row in record["ranks"]] == [0.0, 1.0]
             for _, seconds, data, computing, ready, between, stopped in record["ranks"]:
-                assert 0 <= data <= seconds and 0 < computing <= seconds and 0 <= ready <= seconds and between >= 0
+                assert (
+                    0 <= data <= seconds
+                    and 0 < computing <= seconds
+                    and 0 <= ready <= seconds
+                    and between >= 0
+                )
                 assert stopped >= 0
     view = RunView(island.folder.parent)
     view.read()
@@ -110,7 +128,9 @@ def test_the_ranks_of_an_island_record_where_their_time_went(tmp_path: Path) -> 
         (Watched("runs/a", ["runs/b", "runs/c"], None, None), "allowed: at most two"),
     ],
 )
-def test_words_that_do_not_belong_together_are_refused(words: Watched, text: str, tmp_path: Path) -> None:
+def test_words_that_do_not_belong_together_are_refused(
+    words: Watched, text: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=text):
         check(words)
         Collector(words.target, words.more, words.run_name, tmp_path)

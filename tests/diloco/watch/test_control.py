@@ -1,4 +1,6 @@
-"""Actions from the page: asked twice, done by the files that islands read or by signed orders, noted in the logbook."""
+"""Actions from the page: asked twice, done by the files that islands read or by signed orders,
+noted in the logbook.
+"""
 
 import json
 import os
@@ -60,16 +62,23 @@ def control_of(run_dir: Path) -> Control:
         ("exclude", "island-1", "banned"),
     ],
 )
-def test_an_action_is_done_the_second_time_it_is_asked_for(run_dir: Path, action: str, island: str, file: str) -> None:
+def test_an_action_is_done_the_second_time_it_is_asked_for(
+    run_dir: Path, action: str, island: str, file: str
+) -> None:
     control = control_of(run_dir)
     first = control.answer(Wish(action=action, island=island))  # pyright: ignore[reportArgumentType]
     assert not (run_dir / file).exists() and first["text"]
     assert "island-0" in twice(control, action, island)
     assert (run_dir / file).exists()
-    assert f"**operator** control: {KEY.public[:16]}: {action} {island or 'all'}" in (run_dir / LOGBOOK).read_text()
+    assert (
+        f"**operator** control: {KEY.public[:16]}: {action} {island or 'all'}"
+        in (run_dir / LOGBOOK).read_text()
+    )
 
 
-@pytest.mark.parametrize(("action", "island"), [("save", "island-1"), ("stop", "island-7"), ("exclude", "")])
+@pytest.mark.parametrize(
+    ("action", "island"), [("save", "island-1"), ("stop", "island-7"), ("exclude", "")]
+)
 def test_what_cannot_be_done_is_said(run_dir: Path, action: str, island: str) -> None:
     with pytest.raises(OuterError, match=r"does not run on this machine|choose an island"):
         twice(control_of(run_dir), action, island)
@@ -93,7 +102,11 @@ def post(run_dir: Path, body: Any, token: str | None = "secret", **headers: str)
     view = RunView(run_dir)
     view.read()
     app = build_app([view], "secret", control_of(run_dir))
-    sent = {"x-diloco-control": "1"} | ({} if token is None else {"authorization": f"Bearer {token}"}) | headers
+    sent = (
+        {"x-diloco-control": "1"}
+        | ({} if token is None else {"authorization": f"Bearer {token}"})
+        | headers
+    )
     return get_from(app, "/act", "POST", content=json.dumps(body), headers=sent)
 
 
@@ -115,14 +128,18 @@ def test_the_page_may_ask(run_dir: Path) -> None:
         ({"action": "exclude"}, {}, 409),
     ],
 )
-def test_whatever_else_asks_is_refused(run_dir: Path, body: Any, changes: dict[str, Any], status: int) -> None:
+def test_whatever_else_asks_is_refused(
+    run_dir: Path, body: Any, changes: dict[str, Any], status: int
+) -> None:
     assert post(run_dir, body, **changes).status_code == status
     assert not list(run_dir.glob("**/save-now"))
 
 
 def test_without_control_there_is_nothing_to_ask(run_dir: Path) -> None:
     app = build_app([RunView(run_dir)], "secret")
-    assert get_from(app, "/act", "POST", headers={"authorization": "Bearer secret"}).status_code == 404
+    assert (
+        get_from(app, "/act", "POST", headers={"authorization": "Bearer secret"}).status_code == 404
+    )
 
 
 def test_islands_obey_their_operator_over_the_network_and_nobody_else(tmp_path: Path) -> None:
@@ -133,7 +150,10 @@ def test_islands_obey_their_operator_over_the_network_and_nobody_else(tmp_path: 
         islands = made.start_all()
         for island in islands:
             island.wait_for_round(0)
-        with open_views(Watched(made.address, [], None, None, tmp_path / "other.key")) as (_, stranger):
+        with open_views(Watched(made.address, [], None, None, tmp_path / "other.key")) as (
+            _,
+            stranger,
+        ):
             assert stranger is not None
             with pytest.raises(OuterError, match="is no operator of this island"):
                 twice(stranger, "stop")
@@ -143,10 +163,15 @@ def test_islands_obey_their_operator_over_the_network_and_nobody_else(tmp_path: 
             assert "island-0 leaves after" in twice(control, "stop")
             for island in islands:
                 island.finish()
-        # Rounds are so short here that an order may come when an island has done one more; it obeys it then.
+        # Rounds are so short here that an order may come when an island has done one more; it obeys
+        # it then.
         ends = [island.events("left")[0].split(";")[0] for island in islands]
         assert ends[0] == ends[1] and "asked to stop after" in ends[0]
         assert all(len(island.events("ordered")) == 1 for island in islands)
         book = (tmp_path / "runs/test" / LOGBOOK).read_text()
         assert book.count("ordered: ") == 2
-        until(lambda: "control: " in (tmp_path / "kept/test" / LOGBOOK).read_text(), "the note", *islands)
+        until(
+            lambda: "control: " in (tmp_path / "kept/test" / LOGBOOK).read_text(),
+            "the note",
+            *islands,
+        )

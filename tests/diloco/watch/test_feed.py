@@ -1,4 +1,6 @@
-"""Many pages of a run have one reader, no page holds up the others, and all is well when they have gone."""
+"""Many pages of a run have one reader, no page holds up the others, and all is well when they have
+gone.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -116,7 +118,9 @@ def test_a_page_that_does_not_read_has_its_stream_ended(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
-def test_an_unfinished_line_is_read_within_a_limit_and_those_after_it_are_found(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_read_within_a_limit_and_those_after_it_are_found(
+    tmp_path: Path,
+) -> None:
     from diloco.records.growing_file import MAX_LINE_BYTES, PIECE_BYTES, GrowingFile
 
     path, long = tmp_path / "lines", b"x" * (2 * PIECE_BYTES + MAX_LINE_BYTES)

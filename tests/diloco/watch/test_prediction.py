@@ -1,4 +1,6 @@
-"""What is predicted for a run, and the pace that stands beside it, from folders that the real record classes wrote."""
+"""What is predicted for a run, and the pace that stands beside it, from folders that the real
+record classes wrote.
+"""
 
 import asyncio
 import json
@@ -32,14 +34,21 @@ def a_cycle(number: int, begin: float) -> list[Record]:
     """A round of STEPS inner steps, after which 1000 bytes are sent in half a second."""
     end = begin + (number + 1) * ROUND_SECONDS
     times = [end - 1.0 - STEP_SECONDS * (STEPS - 1 - step) for step in range(STEPS)]
-    steps = [replace(a_step(number * STEPS + i + 1), seconds=STEP_SECONDS, time=time) for i, time in enumerate(times)]
+    steps = [
+        replace(a_step(number * STEPS + i + 1), seconds=STEP_SECONDS, time=time)
+        for i, time in enumerate(times)
+    ]
     return [*steps, a_round(number, time=end)]
 
 
-def view_of(run_dir: Path, rounds: int = 3, config: str = CONFIG, link: AccessLink | None = LINK) -> RunView:
+def view_of(
+    run_dir: Path, rounds: int = 3, config: str = CONFIG, link: AccessLink | None = LINK
+) -> RunView:
     (run_dir / "config.yaml").write_text(dump_config(parse_config(config)))
     for name in ("island-0", "island-1"):
-        write(run_dir, name, [record for number in range(rounds) for record in a_cycle(number, 100.0)])
+        write(
+            run_dir, name, [record for number in range(rounds) for record in a_cycle(number, 100.0)]
+        )
     view = RunView(run_dir, link)
     view.read()
     return view
@@ -77,7 +86,10 @@ def test_the_prediction_is_that_of_the_planner_for_the_measured_steps(tmp_path: 
 
 def test_the_needed_link_is_just_fast_enough(tmp_path: Path) -> None:
     needed = RunPrediction(view_of(tmp_path, link=AccessLink(1e7))).find()["needed_rate"]
-    shares = [RunPrediction(replace_link(tmp_path, AccessLink(f * needed))).find()["utilisation"] for f in (0.9, 1.02)]
+    shares = [
+        RunPrediction(replace_link(tmp_path, AccessLink(f * needed))).find()["utilisation"]
+        for f in (0.9, 1.02)
+    ]
     assert shares[0] < 0.95 < shares[1]
 
 
@@ -87,16 +99,25 @@ def replace_link(run_dir: Path, link: AccessLink | None) -> RunView:
     return view
 
 
-def test_without_a_link_that_of_the_simulation_is_taken_or_the_rate_of_the_reduces(tmp_path: Path) -> None:
+def test_without_a_link_that_of_the_simulation_is_taken_or_the_rate_of_the_reduces(
+    tmp_path: Path,
+) -> None:
     first = RunPrediction(view_of(tmp_path, link=None)).find()
     assert first["link_rate"] == 16000.0 and first["assumed"][0].startswith("no link is given")
-    write_facts(tmp_path, RunFacts(name="x", num_params=1, num_islands=2, total_steps=9, links="1:5mbit,rtt=9ms 1gbit"))
+    write_facts(
+        tmp_path,
+        RunFacts(
+            name="x", num_params=1, num_islands=2, total_steps=9, links="1:5mbit,rtt=9ms 1gbit"
+        ),
+    )
     second = RunPrediction(replace_link(tmp_path, None)).find()
     assert (second["link_rate"], "simulate --link" in second["assumed"][0]) == (5e6, True)
 
 
 def test_a_link_in_the_config_is_taken(tmp_path: Path) -> None:
-    found = RunPrediction(view_of(tmp_path, config=CONFIG + "island: {link_mbit: 20}\n", link=None)).find()
+    found = RunPrediction(
+        view_of(tmp_path, config=CONFIG + "island: {link_mbit: 20}\n", link=None)
+    ).find()
     assert (found["link_rate"], "island.link_mbit" in found["assumed"][0]) == (2e7, True)
 
 
@@ -127,8 +148,13 @@ def test_the_loss_is_compared_with_the_baselines_on_as_many_tokens(tmp_path: Pat
 
 
 def test_the_table_says_what_was_measured_beside_it_and_what_is_to_come(tmp_path: Path) -> None:
-    rows = {name: (predicted, measured) for name, predicted, measured in prediction_rows(state_of(tmp_path))}
-    assert rows["time per round"][1] == "5.0 s" and rows["share of time in inner steps"][1] == "80.0 %"
+    rows = {
+        name: (predicted, measured)
+        for name, predicted, measured in prediction_rows(state_of(tmp_path))
+    }
+    assert (
+        rows["time per round"][1] == "5.0 s" and rows["share of time in inner steps"][1] == "80.0 %"
+    )
     assert rows["the 37 rounds to come"][1] == "185.0 s"
 
 

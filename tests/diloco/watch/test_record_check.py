@@ -20,7 +20,9 @@ def line(record: Any, **changes: Any) -> str:
     return json.dumps(json.loads(to_line(record)) | {"time": NOW} | changes)
 
 
-@pytest.mark.parametrize("record", [a_step(), a_round(), a_round(committed=False), EventRecord(name="joined")])
+@pytest.mark.parametrize(
+    "record", [a_step(), a_round(), a_round(committed=False), EventRecord(name="joined")]
+)
 def test_what_an_island_records_is_believed(record: Any) -> None:
     assert check_record(line(record), NOW) is not None
 
@@ -42,7 +44,9 @@ def test_what_an_island_records_is_believed(record: Any) -> None:
         line(a_step(), noise_scale={"signal": float("nan")}),
         line(a_round(), ranks=[[0, 1e400]]),
         line(a_round(), units=[[1 << 62, 1, 1]]),
-        line(EvalRecord(round=1, tokens=1, loss=2.0, bits_per_byte=3.0), source_losses={"a": 1e400}),
+        line(
+            EvalRecord(round=1, tokens=1, loss=2.0, bits_per_byte=3.0), source_losses={"a": 1e400}
+        ),
         line(a_step(), source_tokens={"x" * 65: 1}),
         line(a_step(), source_tokens={str(number): 1 for number in range(5000)}),
         line(a_round(), participants=["island"] * 5000),

@@ -1,4 +1,6 @@
-"""What is said of islands, rounds and ranks in words, from folders that the real record classes have written."""
+"""What is said of islands, rounds and ranks in words, from folders that the real record classes
+have written.
+"""
 
 import io
 import json
@@ -43,11 +45,31 @@ def note_presence(run_dir: Path, answers: bool, text: str = "", ago: float = 0.0
     ("own", "other", "state", "is_wrong"),
     [
         ([event("joined", ago=2)], [], "last record 2.0 s ago", False),
-        ([event("left", ago=2)], [event(LOST, "island-0: refused", ago=1)], "left 2.0 s ago", False),
+        (
+            [event("left", ago=2)],
+            [event(LOST, "island-0: refused", ago=1)],
+            "left 2.0 s ago",
+            False,
+        ),
         ([event("hung", ago=2)], [], "hung 2.0 s ago", True),
-        ([event("joined", ago=3)], [event(LOST, "island-0: refused", ago=1)], "lost to island-1", True),
-        ([event("joined", ago=1)], [event(LOST, "island-0: refused", ago=3)], "last record 1.0 s ago", False),
-        ([event("joined", ago=3)], [event(LOST, "island-00: refused", ago=1)], "last record 3.0 s ago", False),
+        (
+            [event("joined", ago=3)],
+            [event(LOST, "island-0: refused", ago=1)],
+            "lost to island-1",
+            True,
+        ),
+        (
+            [event("joined", ago=1)],
+            [event(LOST, "island-0: refused", ago=3)],
+            "last record 1.0 s ago",
+            False,
+        ),
+        (
+            [event("joined", ago=3)],
+            [event(LOST, "island-00: refused", ago=1)],
+            "last record 3.0 s ago",
+            False,
+        ),
         ([event("joined", ago=60)], [], "silent for 60.0 s", True),
         ([], [event("joined")], "not started", False),
     ],
@@ -67,7 +89,9 @@ def test_the_state_of_an_island_follows_from_its_records_and_those_of_others(
         ([(False, "refused", 9.0)], "last record 3.0 s ago"),
     ],
 )
-def test_an_island_that_does_not_answer_is_lost_until_it_does(tmp_path: Path, presence: list, state: str) -> None:
+def test_an_island_that_does_not_answer_is_lost_until_it_does(
+    tmp_path: Path, presence: list, state: str
+) -> None:
     view = view_of(tmp_path, [event("joined", ago=3)])
     for answers, text, ago in presence:
         note_presence(tmp_path, answers, text, ago)
@@ -101,15 +125,25 @@ def test_an_attempt_is_put_together_from_what_all_islands_recorded(tmp_path: Pat
     first = a_round(4, mean_cosine=0.5, wait_seconds=1.0, gated={"island-1": 7}, **rows)
     second = a_round(4, mean_cosine=0.75, wait_seconds=0.2, gated={"island-1": 5}, **rows)
     (attempt,) = find_attempts(view_of(tmp_path, [first], [second]), 9)
-    notes = ["signed by 2", "3 parts audited", "12 parts of island-1 left out", "mean's norm 2", "cosines 0.50 to 0.75"]
+    notes = [
+        "signed by 2",
+        "3 parts audited",
+        "12 parts of island-1 left out",
+        "mean's norm 2",
+        "cosines 0.50 to 0.75",
+    ]
     assert attempt.notes == notes and attempt.last_to_come == "island-1 (0.8 s)"
 
 
 @pytest.mark.parametrize(("computing", "named"), [(9.0, True), (6.1, False)])
-def test_a_rank_is_named_only_if_the_others_waited_for_it(tmp_path: Path, computing: float, named: bool) -> None:
+def test_a_rank_is_named_only_if_the_others_waited_for_it(
+    tmp_path: Path, computing: float, named: bool
+) -> None:
     ranks = [[0.0, 10.0, 0.0, 6.0, 0.0, 1.0], [1.0, 10.0, 0.0, computing, 0.0, 1.0]]
     lines = list(find_stragglers(view_of(tmp_path, [a_round(0, ranks=ranks)]).islands))
-    assert [line.startswith("island-0: the others waited 3.0 s for rank 1 ") for line in lines] == [True] * named
+    assert [line.startswith("island-0: the others waited 3.0 s for rank 1 ") for line in lines] == [
+        True
+    ] * named
 
 
 def test_damaged_times_of_ranks_are_no_row(tmp_path: Path) -> None:

@@ -52,7 +52,10 @@ def run_dir(tmp_path: Path) -> Path:
     write_island(tmp_path).close()
     Logbook(tmp_path, "island-0").note("started", "config ab12, on vm")
     record_fault(
-        tmp_path, FaultRecord(spec="kill:0@round=1", kind="kill", islands=("island-0",), text="killed", time=9.0)
+        tmp_path,
+        FaultRecord(
+            spec="kill:0@round=1", kind="kill", islands=("island-0",), text="killed", time=9.0
+        ),
     )
     return tmp_path
 
@@ -96,7 +99,11 @@ def test_damaged_lines_are_passed_over(run_dir: Path) -> None:
         with (run_dir / name).open("ab") as file:
             file.write(b'\xff\xfe{"kind": "step"\n{"time": 1e400}\n[]\n' + b"[" * 5000 + b"\n{")
     view = read_view(run_dir)
-    assert (len(view.islands["island-0"].rows["steps"]), len(view.faults), len(view.notes)) == (1, 1, 1)
+    assert (len(view.islands["island-0"].rows["steps"]), len(view.faults), len(view.notes)) == (
+        1,
+        1,
+        1,
+    )
 
 
 @pytest.mark.parametrize("line", ["- 2026-13-45 99:99:99Z **a** b", "- nothing", ""])
@@ -104,13 +111,24 @@ def test_what_is_no_entry_of_the_logbook_is_no_row(line: str) -> None:
     assert parse_entry(line) is None
 
 
-@pytest.mark.parametrize("line", ["{}", '{"time": NaN, "islands": [], "text": "", "kind": "", "is_end": 0}', "3"])
+@pytest.mark.parametrize(
+    "line", ["{}", '{"time": NaN, "islands": [], "text": "", "kind": "", "is_end": 0}', "3"]
+)
 def test_what_is_no_fault_is_no_row(line: str) -> None:
     assert parse_fault(line) is None
 
 
 def test_losses_that_json_lacks_are_left_out(run_dir: Path) -> None:
-    line = json.dumps({"kind": "eval", "round": 1, "tokens": 1, "loss": float("nan"), "bits_per_byte": None, "time": 5})
+    line = json.dumps(
+        {
+            "kind": "eval",
+            "round": 1,
+            "tokens": 1,
+            "loss": float("nan"),
+            "bits_per_byte": None,
+            "time": 5,
+        }
+    )
     with (run_dir / "island-0/metrics.jsonl").open("a") as file:
         file.write(line + "\n")
     assert json.loads(json.dumps(snapshot_of(run_dir), allow_nan=False))
@@ -149,13 +167,20 @@ def test_the_stream_begins_with_a_snapshot(run_dir: Path) -> None:
     assert asyncio.run(first()).startswith("event: snapshot\ndata: {")
 
 
-@pytest.mark.parametrize("path", ["/", "/page/page.js", "/page/uplot-1.6.32.iife.min.js", "/state", "/metrics"])
+@pytest.mark.parametrize(
+    "path", ["/", "/page/page.js", "/page/uplot-1.6.32.iife.min.js", "/state", "/metrics"]
+)
 def test_the_page_its_files_and_its_figures_are_served(run_dir: Path, path: str) -> None:
     answer = get(run_dir, path)
-    assert (answer.status_code, "default-src 'self'" in answer.headers["content-security-policy"]) == (200, True)
+    assert (
+        answer.status_code,
+        "default-src 'self'" in answer.headers["content-security-policy"],
+    ) == (200, True)
 
 
-@pytest.mark.parametrize("path", ["/page/..%2fserver.py", "/page/server.py", "/page/uplot-LICENSE", "/docs"])
+@pytest.mark.parametrize(
+    "path", ["/page/..%2fserver.py", "/page/server.py", "/page/uplot-LICENSE", "/docs"]
+)
 def test_nothing_else_is_served(run_dir: Path, path: str) -> None:
     assert get(run_dir, path).status_code == 404
 
@@ -172,7 +197,12 @@ def test_without_the_token_nothing_is_told(run_dir: Path, path: str) -> None:
 def test_the_token_opens_the_page_and_is_kept_in_a_cookie(run_dir: Path) -> None:
     answer = get(run_dir, "/?token=secret", token="secret")
     assert (answer.status_code, "HttpOnly" in answer.headers["set-cookie"]) == (200, True)
-    assert get(run_dir, "/metrics", token="secret", headers={"authorization": "Bearer secret"}).status_code == 200
+    assert (
+        get(
+            run_dir, "/metrics", token="secret", headers={"authorization": "Bearer secret"}
+        ).status_code
+        == 200
+    )
 
 
 def test_prometheus_gets_a_sample_of_each_figure(run_dir: Path) -> None:
@@ -180,6 +210,8 @@ def test_prometheus_gets_a_sample_of_each_figure(run_dir: Path) -> None:
     assert f'diloco_bytes_sent_total{{run="{run_dir.name}",island="island-0"}} 2000\n' in text
 
 
-@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("me", False)])
+@pytest.mark.parametrize(
+    ("host", "expected"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("me", False)]
+)
 def test_a_token_is_needed_beyond_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected

@@ -34,7 +34,9 @@ def test_lines_tell_what_is_done_and_how_much_is_left(capfd: pytest.CaptureFixtu
     assert said.startswith("counting: 0 s so far, 50 % done, about 0 s to go")
 
 
-def test_a_part_of_the_work_tells_of_itself_while_it_lasts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_the_work_tells_of_itself_while_it_lasts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with life_signs("all"):
         said_within(capfd, "all: ")
         with life_signs("the part"):
@@ -42,7 +44,9 @@ def test_a_part_of_the_work_tells_of_itself_while_it_lasts(capfd: pytest.Capture
         said_within(capfd, "all: ")
 
 
-@pytest.mark.parametrize("line", ["mesh Q.yaml --dry-run", "simulate Q.yaml --virtual", "status tcp://h:1", "plan Q"])
+@pytest.mark.parametrize(
+    "line", ["mesh Q.yaml --dry-run", "simulate Q.yaml --virtual", "status tcp://h:1", "plan Q"]
+)
 def test_commands_without_output_before_their_result_tell_that_they_are_alive(
     line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,9 @@ class Clocks:
 
     def __init__(self) -> None:
         self.now = self.cpu = self.ready = self.stopped = 0.0
-        self.times = RankTimes(lambda: self.now, lambda: self.cpu, lambda: self.ready, lambda: self.stopped)
+        self.times = RankTimes(
+            lambda: self.now, lambda: self.cpu, lambda: self.ready, lambda: self.stopped
+        )
 
     def step(self, seconds: float, cpu: float, ready: float = 0.0, data: float = 0.0) -> None:
         self.times.begin()

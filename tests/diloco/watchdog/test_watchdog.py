@@ -17,7 +17,14 @@ from diloco.config.schema import dump_config
 from diloco.runtime.process_group import open_process_group
 from diloco.runtime.processes import island_command, kill, start
 from diloco.watchdog.activity import FIRST_SECONDS, FLOOR_SECONDS, ActivityMonitor
-from diloco.watchdog.hang_verdict import GroupState, RankState, from_values, group_states, reads_tensor, verdict
+from diloco.watchdog.hang_verdict import (
+    GroupState,
+    RankState,
+    from_values,
+    group_states,
+    reads_tensor,
+    verdict,
+)
 from diloco.watchdog.watchdog import HUNG, Watchdog, WatchedRank, expression_of
 from tests.swarm import swarm
 
@@ -37,7 +44,9 @@ def test_first_pieces_of_work_may_take_long():
 
 
 def test_later_ones_may_take_as_long_as_the_last_ones_and_a_floor_or_what_is_set():
-    assert monitor_after(100.0, 2.0, 2.0, 2.0).work.limit_seconds == pytest.approx(FLOOR_SECONDS + 12.0)
+    assert monitor_after(100.0, 2.0, 2.0, 2.0).work.limit_seconds == pytest.approx(
+        FLOOR_SECONDS + 12.0
+    )
     assert monitor_after(100.0, 2.0, 2.0, 2.0, limit=60.0).work.limit_seconds == 60.0
 
 
@@ -70,7 +79,9 @@ def verdict_of(*states, num_ranks=3):
 
 
 def test_who_did_not_come_to_a_collective_is_named_and_where_it_is():
-    text = verdict_of(rank(0, group(9, waits=True)), rank(1, group(8, waits=False)), rank(2, group(9, waits=True)))
+    text = verdict_of(
+        rank(0, group(9, waits=True)), rank(1, group(8, waits=False)), rank(2, group(9, waits=True))
+    )
     assert text == (
         "rank 1 did not enter gloo:all_reduce 9 of group 0 (ranks 0 1 2), in which rank 0 2 waits; "
         "rank 1: inner step for 7 s, at file.py:1"
@@ -88,8 +99,13 @@ def test_a_rank_that_is_kept_from_a_collective_by_another_is_not_to_blame():
 
 
 def test_a_rank_that_cannot_answer_is_named():
-    assert verdict_of(rank(0, group(9, waits=True)), rank(2, group(9, waits=True))).startswith("rank 1 did not enter")
-    assert verdict_of(rank(0), rank(2)) == "rank 1 did not answer: frozen, dead, or with a blocked interpreter"
+    assert verdict_of(rank(0, group(9, waits=True)), rank(2, group(9, waits=True))).startswith(
+        "rank 1 did not enter"
+    )
+    assert (
+        verdict_of(rank(0), rank(2))
+        == "rank 1 did not answer: frozen, dead, or with a blocked interpreter"
+    )
 
 
 def test_ranks_that_wait_for_one_another_are_all_named():
@@ -103,8 +119,12 @@ def test_without_a_collective_the_rank_outside_of_torch_is_named():
     assert "rank 1: inner step" in text and "rank 0" not in text
 
 
-def entry(name, sequence, *, retired=True, p2p=False, operation="gloo:all_reduce", state="scheduled"):
-    """An entry of torch's flight recorder. gloo's stay `scheduled`; NCCL's become `started` and `completed`."""
+def entry(
+    name, sequence, *, retired=True, p2p=False, operation="gloo:all_reduce", state="scheduled"
+):
+    """An entry of torch's flight recorder. gloo's stay `scheduled`; NCCL's become `started` and
+    `completed`.
+    """
     return {
         "process_group": [name, "purpose"],
         "collective_seq_id": sequence,
@@ -116,7 +136,9 @@ def entry(name, sequence, *, retired=True, p2p=False, operation="gloo:all_reduce
 
 
 def nccl(name, *states, operation="nccl:all_reduce"):
-    """The entries of a group's collectives 1, 2, ... in these states, as NCCL's watchdog leaves them in a hang."""
+    """The entries of a group's collectives 1, 2, ... in these states, as NCCL's watchdog leaves
+    them in a hang.
+    """
     return [
         entry(name, number, retired=False, operation=operation, state=state)
         for number, state in enumerate(states, start=1)
@@ -127,7 +149,12 @@ GROUPS = {"0": ("group 0", (0, 1, 2)), "1": ("group 1", (0, 1, 2))}
 
 
 def test_of_a_trace_the_last_collective_of_each_group_of_the_island_counts():
-    trace = [entry("0", 1), entry("elsewhere", 7), entry("0", 2, retired=False), entry("0", 0, p2p=True)]
+    trace = [
+        entry("0", 1),
+        entry("elsewhere", 7),
+        entry("0", 2, retired=False),
+        entry("0", 0, p2p=True),
+    ]
     assert group_states(trace, GROUPS) == [replace(group(2, waits=True), name="0/gloo")]
 
 
@@ -138,7 +165,10 @@ def test_of_nccl_s_trace_the_first_collective_that_has_not_completed_holds_the_r
 
 def test_a_group_s_collectives_over_gloo_and_nccl_are_counted_apart():
     trace = [*nccl("0", "completed", "completed"), entry("0", 7)]
-    assert [(state.name, state.sequence) for state in group_states(trace, GROUPS)] == [("0/nccl", 2), ("0/gloo", 7)]
+    assert [(state.name, state.sequence) for state in group_states(trace, GROUPS)] == [
+        ("0/nccl", 2),
+        ("0/gloo", 7),
+    ]
 
 
 def nccl_rank(number, trace, *, may_wait):
@@ -146,24 +176,33 @@ def nccl_rank(number, trace, *, may_wait):
 
 
 def test_of_ranks_that_have_enqueued_ahead_the_one_that_has_not_come_is_named():
-    # Ranks 0 and 2 have enqueued two collectives more, and wait where they read the second's result.
+    # Ranks 0 and 2 have enqueued two collectives more, and wait where they read the second's
+    # result.
     ahead = nccl("0", "completed", "started", "scheduled")
     late = nccl("0", "completed")
     text = verdict_of(
-        nccl_rank(0, ahead, may_wait=True), nccl_rank(1, late, may_wait=False), nccl_rank(2, ahead, may_wait=True)
+        nccl_rank(0, ahead, may_wait=True),
+        nccl_rank(1, late, may_wait=False),
+        nccl_rank(2, ahead, may_wait=True),
     )
-    assert text.startswith("rank 1 did not enter nccl:all_reduce 2 of group 0 (ranks 0 1 2), in which rank 0 2 waits")
+    assert text.startswith(
+        "rank 1 did not enter nccl:all_reduce 2 of group 0 (ranks 0 1 2), in which rank 0 2 waits"
+    )
 
 
 def test_a_rank_whose_thread_is_elsewhere_is_named_although_its_gpu_waits_in_another_collective():
-    # Rank 1 has enqueued group 1's collective, for which the others come too late, and hangs in its own code.
+    # Rank 1 has enqueued group 1's collective, for which the others come too late, and hangs in its
+    # own code.
     late = [*nccl("0", "completed"), *nccl("1", "started", operation="nccl:all_gather")]
     text = verdict_of(
         nccl_rank(0, nccl("0", "completed", "started"), may_wait=True),
         nccl_rank(1, late, may_wait=False),
         nccl_rank(2, nccl("0", "completed", "started"), may_wait=True),
     )
-    assert text.startswith("rank 1 did not enter nccl:all_reduce 2") and "; rank 0 did not enter" not in text
+    assert (
+        text.startswith("rank 1 did not enter nccl:all_reduce 2")
+        and "; rank 0 did not enter" not in text
+    )
 
 
 def test_a_rank_that_reads_a_number_from_the_gpu_waits_and_is_not_to_blame():
@@ -205,7 +244,9 @@ def one_rank_hangs(config, index):
 
 
 def make_some_steps(activity):
-    """Have the limit of inner steps apply from now on, but not yet: collectives take long on a busy machine."""
+    """Have the limit of inner steps apply from now on, but not yet: collectives take long on a busy
+    machine.
+    """
     for _ in range(4):
         activity.start("inner step")
     activity.start_untimed("collectives")
@@ -221,7 +262,8 @@ def test_every_rank_says_where_it_stands_one_tells_the_verdict_and_all_end(tmp_p
         assert island.wait() == [HUNG] * 3
         told = (island.folder / "told.txt").read_text()
         assert told.startswith(
-            "0: inner step has taken longer than 0.5 s on rank 1; rank 1 did not enter gloo:all_reduce 5"
+            "0: inner step has taken longer than 0.5 s on rank 1; rank 1 did not enter "
+            "gloo:all_reduce 5"
         )
         dumps = [(island.folder / f"hang-{number}.txt").read_text() for number in range(3)]
         assert ["read_data_for_ever" in dump for dump in dumps] == [False, True, False]
@@ -290,20 +332,37 @@ def test_a_rank_whose_collective_breaks_as_another_ends_has_the_status_of_the_ha
 
 @pytest.mark.slow
 def test_an_island_is_started_again_whose_rank_hangs_in_its_data(tmp_path):
-    settings = ["outer.rounds=4", "island.watchdog_seconds=4", "outer.transport=loopback", "island.device=cpu"]
-    with swarm(tmp_path, *settings, "optimizer.tokens_per_step=384", islands=[{"ranks": 3}]) as made:
+    settings = [
+        "outer.rounds=4",
+        "island.watchdog_seconds=4",
+        "outer.transport=loopback",
+        "island.device=cpu",
+    ]
+    with swarm(
+        tmp_path, *settings, "optimizer.tokens_per_step=384", islands=[{"ranks": 3}]
+    ) as made:
         (tmp_path / "run.yaml").write_text(dump_config(made.config))
-        command = island_command(3, [str(tmp_path / "run.yaml")], max_restarts=1, module="tests.faults.hangs")
+        command = island_command(
+            3, [str(tmp_path / "run.yaml")], max_restarts=1, module="tests.faults.hangs"
+        )
         child = start("island-0", command, tmp_path / "log.txt")
         try:
             assert child.process.wait(120) == 0, child.log_tail(60)
         finally:
             kill([child])
     folder = tmp_path / "test" / "island-0"
-    assert sorted(path.name for path in folder.glob("hang-*")) == ["hang-0.txt", "hang-1.txt", "hang-2.txt"]
+    assert sorted(path.name for path in folder.glob("hang-*")) == [
+        "hang-0.txt",
+        "hang-1.txt",
+        "hang-2.txt",
+    ]
     assert "sleep_in_the_data" in (folder / "hang-1.txt").read_text()
     lines = (tmp_path / "test" / "LOGBOOK.md").read_text().splitlines()
     (cause,) = (line for line in lines if " cause: " in line)
-    assert "'hung: " in cause and "rank 1 did not enter gloo:all_reduce" in cause and "sleep_in_the_data" in cause
+    assert (
+        "'hung: " in cause
+        and "rank 1 did not enter gloo:all_reduce" in cause
+        and "sleep_in_the_data" in cause
+    )
     assert "restart 1" in lines[lines.index(cause) - 1]
     assert "the run's 4 rounds are done" in lines[-1]

@@ -35,7 +35,9 @@ def remove(file: Path) -> None:
 def make_newer(file: Path) -> None:
     """A manifest of a version to come, whole."""
     text = json.dumps(json.loads(file.read_bytes().partition(b"\n")[2]) | {"format": 3})
-    digest = subprocess.run(["sha256sum"], input=text.encode(), capture_output=True, check=True).stdout[:64]
+    digest = subprocess.run(
+        ["sha256sum"], input=text.encode(), capture_output=True, check=True
+    ).stdout[:64]
     file.write_bytes(digest + b"\n" + text.encode())
 
 
@@ -48,7 +50,10 @@ MANIFEST_DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncate": (truncate, "{file}: damaged: its content has changed since it was written"),
     "flip": (flip, "{file}: damaged: its content has changed since it was written"),
     "remove": (remove, "{file}: cannot be read: No such file or directory"),
-    "make_newer": (make_newer, "{folder}: written in format 3, but this version reads formats 1 and 2"),
+    "make_newer": (
+        make_newer,
+        "{folder}: written in format 3, but this version reads formats 1 and 2",
+    ),
 }
 CASES = [(file, how, rest) for file in FILES for how, rest in DAMAGES.items()]
 CASES += [("manifest.json", how, rest) for how, rest in MANIFEST_DAMAGES.items()]
@@ -82,7 +87,9 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(three: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[str, list[dict]]]:
+def answers(
+    three: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], tuple[str, list[dict]]]:
     """The warning expected and what both ranks said, of each damage."""
     folders, expected = [], []
     for number, (name, _, (damage, text)) in enumerate(CASES):
@@ -152,7 +159,9 @@ def test_run_that_went_back_goes_on_from_there(three: Path, tmp_path: Path) -> N
     assert newest == 2
 
 
-def go_back(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[set[float], list[str], int | None]:
+def go_back(
+    rank: int, checkpoints: Checkpoints, folder: Path
+) -> tuple[set[float], list[str], int | None]:
     tiny = Tiny(99)
     checkpoints.load(tiny, checkpoints.at(1))
     loaded = tiny.values
@@ -160,17 +169,25 @@ def go_back(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[set[floa
     return loaded, names_in(folder), step_and_values(checkpoints)[0]
 
 
-def test_nobody_resumes_from_a_rejected_checkpoint_and_the_next_save_deletes_it(three: Path, tmp_path: Path) -> None:
+def test_nobody_resumes_from_a_rejected_checkpoint_and_the_next_save_deletes_it(
+    three: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(three, tmp_path / "rejected")
     found = run_ranks(with_checkpoints, 2, folder, reject_two)
     names, resumed, warnings, after = found[0]
     assert names == ["step-00000003", "step-00000002"]
     assert (resumed, found[1][1]) == (1, 1)
-    assert warnings[0] == f"checkpoint passed over: {folder / 'step-00000003'}: rejected: no loss was finite after it"
+    assert (
+        warnings[0]
+        == f"checkpoint passed over: {folder / 'step-00000003'}: rejected: no loss was finite "
+        "after it"
+    )
     assert after == ["lock", "step-00000001", "step-00000002-2"]
 
 
-def reject_two(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[list[str], int | None, list[str], list[str]]:
+def reject_two(
+    rank: int, checkpoints: Checkpoints, folder: Path
+) -> tuple[list[str], int | None, list[str], list[str]]:
     heard, names = Heard(), checkpoints.reject_since(2)
     resumed, _ = step_and_values(checkpoints)
     save_steps(checkpoints, 2)

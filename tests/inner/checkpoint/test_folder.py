@@ -1,4 +1,6 @@
-"""Checkpoints on disk survive kills, full and read-only disks, and two writers: the last good one is kept."""
+"""Checkpoints on disk survive kills, full and read-only disks, and two writers: the last good one
+is kept.
+"""
 
 import os
 import re
@@ -51,7 +53,11 @@ def test_kill_never_loses_the_last_good_checkpoint(tmp_path: Path, point: str) -
     left = {path.name: names_in(path) for path in tmp_path.iterdir() if path.is_dir()}
     expected, step = LEFT_BEHIND[point]
     if point == "while_writing":
-        assert (tmp_path / f"{NEW}.partial" / "rank-0.tensors").stat().st_size == KILLED_AT_BYTES < WEIGHT_BYTES
+        assert (
+            (tmp_path / f"{NEW}.partial" / "rank-0.tensors").stat().st_size
+            == KILLED_AT_BYTES
+            < WEIGHT_BYTES
+        )
         # Whether rank 1 had begun to write is not determined.
         left[f"{NEW}.partial"] = sorted({*left[f"{NEW}.partial"], "rank-1.tensors"})
     if point == "while_deleting":
@@ -68,7 +74,10 @@ def test_kill_never_loses_the_last_good_checkpoint(tmp_path: Path, point: str) -
 
 
 def test_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
-    assert run_ranks(with_checkpoints, 2, tmp_path / "new" / "folder", newest_of_none) == [None, None]
+    assert run_ranks(with_checkpoints, 2, tmp_path / "new" / "folder", newest_of_none) == [
+        None,
+        None,
+    ]
 
 
 def newest_of_none(rank: int, checkpoints: Checkpoints, folder: Path) -> Any:
@@ -104,7 +113,9 @@ def test_save_that_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path: 
         assert names == ["lock", "step-00000001", "step-00000003"]
 
 
-def fail_on_rank_1(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[str, int | None, list[str]]:
+def fail_on_rank_1(
+    rank: int, checkpoints: Checkpoints, folder: Path
+) -> tuple[str, int | None, list[str]]:
     save_steps(checkpoints, 1)
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -123,7 +134,9 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     folder.mkdir()
 
     def mount(options: str) -> Path:
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True
+        )
         if done.returncode:
             pytest.skip(f"needs the right to mount a file system: {done.stderr.decode().strip()}")
         return folder
@@ -153,7 +166,9 @@ def test_disk_that_fills_up_while_saving_keeps_the_old_one(disk) -> None:
     assert run_ranks(recovered_on_a_rank, 2, folder)[0]["names"] == ["lock", "step-00000003"]
 
 
-def save_twice(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[str, int | None, list[str]]:
+def save_twice(
+    rank: int, checkpoints: Checkpoints, folder: Path
+) -> tuple[str, int | None, list[str]]:
     save_steps(checkpoints, 1)
     error = error_of(lambda: save_steps(checkpoints, 2))
     return error, step_and_values(checkpoints)[0], names_in(folder)

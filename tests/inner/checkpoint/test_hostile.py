@@ -1,4 +1,6 @@
-"""Checkpoints that others have written: nothing in them is run, and they get no more memory than they have bytes."""
+"""Checkpoints that others have written: nothing in them is run, and they get no more memory than
+they have bytes.
+"""
 
 import json
 import pickle
@@ -50,7 +52,9 @@ def loaded(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[str, str]
 
 
 @pytest.mark.parametrize("how", REFUSALS)
-def test_a_hostile_checkpoint_is_refused_on_every_rank_and_runs_nothing(whole: Path, tmp_path: Path, how: str) -> None:
+def test_a_hostile_checkpoint_is_refused_on_every_rank_and_runs_nothing(
+    whole: Path, tmp_path: Path, how: str
+) -> None:
     folder = shutil.copytree(whole, tmp_path / "checkpoints")
     poison(folder / "step-00000001", how, tmp_path / "marker")
     errors = run_ranks(with_checkpoints, 2, folder, loaded)
@@ -62,10 +66,15 @@ def test_a_hostile_checkpoint_is_refused_on_every_rank_and_runs_nothing(whole: P
 
 
 @pytest.mark.parametrize("how", CODE)
-def test_the_hostile_pickles_of_these_tests_run_where_torch_reads_them(whole: Path, tmp_path: Path, how: str) -> None:
+def test_the_hostile_pickles_of_these_tests_run_where_torch_reads_them(
+    whole: Path, tmp_path: Path, how: str
+) -> None:
     folder = shutil.copytree(whole / "step-00000001", tmp_path / "step-00000001")
     poison(folder, how, tmp_path / "marker")
-    tensors = {f"params/{name}": param.detach() for name, param in Tiny(99).model_parts[0].named_parameters()}
+    tensors = {
+        f"params/{name}": param.detach()
+        for name, param in Tiny(99).model_parts[0].named_parameters()
+    }
     with suppress(CheckpointException):
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     assert (tmp_path / "marker").exists()
@@ -81,7 +90,8 @@ def test_a_former_index_says_what_torch_reads_in_it(whole: Path, tmp_path: Path)
     places = {(key.fqn, tuple(key.offset or ())): info for key, info in theirs.storage_data.items()}
     assert places.keys() == ours.places.keys()
     assert all(
-        (place.file, place.start, place.length) == (places[key].relative_path, places[key].offset, places[key].length)
+        (place.file, place.start, place.length)
+        == (places[key].relative_path, places[key].offset, places[key].length)
         for key, place in ours.places.items()
     )
 
@@ -95,7 +105,9 @@ class Before:
         self.optimizers = [torch.optim.AdamW(self.model_parts[0].parameters())]
 
 
-def before_loaded(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[Before, dict[str, Any], dict[str, Any]]:
+def before_loaded(
+    rank: int, checkpoints: Checkpoints, folder: Path
+) -> tuple[Before, dict[str, Any], dict[str, Any]]:
     state, extra = Before(), {f"outer/params/{number}": torch.zeros(5) for number in range(2)}
     found = checkpoints.newest()
     assert found is not None
@@ -127,7 +139,12 @@ def test_an_index_longer_than_its_tensors_is_not_read(whole: Path, tmp_path: Pat
 
 CHUNK = {"file": "rank-0.tensors", "start": 0, "offsets": [0, 0], "sizes": [2, 3]}
 TENSOR = {"dtype": "float32", "shape": [2, 3], "chunks": [CHUNK]}
-LISTED = Manifest(1, {}, {}, {INDEX: FileSpec(1 << 20), "rank-0.tensors": FileSpec(24), "rank-1.tensors": FileSpec(24)})
+LISTED = Manifest(
+    1,
+    {},
+    {},
+    {INDEX: FileSpec(1 << 20), "rank-0.tensors": FileSpec(24), "rank-1.tensors": FileSpec(24)},
+)
 HUGE = {"shape": [1 << 20, 1 << 20], "chunks": [CHUNK | {"sizes": [1 << 20, 1 << 20]}]}
 REFUSED: dict[str, tuple[Any, str]] = {
     "not JSON": ("{", "not JSON"),
@@ -135,17 +152,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no list of chunks": (TENSOR | {"chunks": {"0": CHUNK}}, "or no list of chunks"),
     "a dtype that is a function": (TENSOR | {"dtype": "load"}, "no known dtype"),
     "a dtype that is no text": (TENSOR | {"dtype": ["float32"]}, "no known dtype"),
-    "a file outside": (TENSOR | {"chunks": [CHUNK | {"file": "../rank-0.tensors"}]}, "not in the manifest"),
+    "a file outside": (TENSOR | {"chunks": [CHUNK | {"file": "../rank-0.tensors"}]},
+    "not in the manifest"),
     "the index itself": (TENSOR | {"chunks": [CHUNK | {"file": INDEX}]}, "not in the manifest"),
     "a huge tensor": (TENSOR | HUGE, "more bytes in 'rank-0.tensors' than the file has"),
-    "a chunk beyond the end": (TENSOR | {"chunks": [CHUNK | {"start": 8}]}, "more bytes in 'rank-0.tensors'"),
+    "a chunk beyond the end": (TENSOR | {"chunks": [CHUNK | {"start": 8}]}, "more bytes in "
+                                                                            "'rank-0.tensors'"),
     "a chunk before the start": (TENSOR | {"chunks": [CHUNK | {"start": -8}]}, "no place in it"),
     "a chunk at a half": (TENSOR | {"chunks": [CHUNK | {"start": 0.5}]}, "no place in it"),
     "a repeated chunk": (
-        TENSOR | {"shape": [4, 3], "chunks": [CHUNK, CHUNK | {"file": "rank-1.tensors"}]}, "do not add up",
+        TENSOR | {"shape": [4, 3], "chunks": [CHUNK, CHUNK | {"file": "rank-1.tensors"}]},
+        "do not add up",
     ),
     "a tensor with a hole": (TENSOR | {"shape": [4, 3]}, "do not add up"),
-    "a chunk outside its tensor": (TENSOR | {"chunks": [CHUNK | {"offsets": [1, 0]}]}, "lies outside its tensor"),
+    "a chunk outside its tensor": (TENSOR | {"chunks": [CHUNK | {"offsets": [1, 0]}]},
+    "lies outside its tensor"),
     "a size below nothing": (TENSOR | {"shape": [-2, -3]}, "where a list of sizes is expected"),
     "a size that is true": (TENSOR | {"shape": [True, 3]}, "where a list of sizes is expected"),
     "many dimensions": (TENSOR | {"shape": [1] * 9}, "where a list of sizes is expected"),
@@ -173,7 +194,9 @@ def test_a_pickle_that_asks_for_a_huge_memo_is_refused_at_once() -> None:
     assert time.monotonic() - started_at < 60
 
 
-@pytest.mark.parametrize("value", [{"a": (1, -2, 3.5)[:2], "b": [None, True, "x"]}, [{}, (), [()] * 3], 1 << 40])
+@pytest.mark.parametrize(
+    "value", [{"a": (1, -2, 3.5)[:2], "b": [None, True, "x"]}, [{}, (), [()] * 3], 1 << 40]
+)
 def test_plain_data_is_parsed_as_python_does(value: Any) -> None:
     found = parse_pickle(pickle.dumps(value, protocol=4), ())
     assert _as_dicts(found) == value

@@ -24,11 +24,20 @@ from inner.trainer import Trainer
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, batch, build_trainer, share
 
-# Tied tables at both ends of the pipeline. 61 tokens and heads of 8 columns do not divide over 3 ranks.
+# Tied tables at both ends of the pipeline. 61 tokens and heads of 8 columns do not divide over 3
+# ranks.
 SIZES = ModelSizes(
-    dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True, tie_embeddings=True
+    dim=32,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_dim=48,
+    vocab_size=61,
+    qk_norm=True,
+    tie_embeddings=True,
 )
-# NorMuon and AdamW have different states for different parameters: like the parameter, a number for each row, or one.
+# NorMuon and AdamW have different states for different parameters: like the parameter, a number for
+# each row, or one.
 MUON = OPTIMIZER.model_copy(update={"name": "muon", "muon_row_beta": 0.9})
 STEPS_BEFORE, STEPS_AFTER = 1, 2
 
@@ -43,7 +52,13 @@ class Mesh:
         parallel = ParallelConfig.model_validate({"schedule": self.schedule})
         return build_trainer(
             self.degrees,
-            **{"sizes": SIZES, "config": MUON, "parallel": parallel, "micro_batch": self.micro_batch} | changes,
+            **{
+                "sizes": SIZES,
+                "config": MUON,
+                "parallel": parallel,
+                "micro_batch": self.micro_batch,
+            }
+            | changes,
         )
 
 
@@ -57,7 +72,8 @@ MESHES = {
     "pp2-zbv-dp_replicate2": Mesh(Degrees(pp=2, dp_replicate=2), schedule="zbv"),
     "pp2-cp2": Mesh(Degrees(pp=2, cp=2)),
 }
-# Every mesh loads its own checkpoints and those of these: shards and replicas, matrices split twice, stages.
+# Every mesh loads its own checkpoints and those of these: shards and replicas, matrices split
+# twice, stages.
 SLOW = ["dp_shard2", "dp_shard3", "dp_shard4", "dp_replicate2-dp_shard2", "pp2-cp2"]
 SAVED = ["dp_replicate2-dp_shard2", "dp_shard2-tp2", "pp2-zbv-dp_replicate2"]
 
@@ -67,7 +83,9 @@ def sources(loaded: str) -> list[str]:
 
 
 def digests(trainer: Trainer) -> dict[str, str]:
-    """A hash of every whole parameter and optimizer state of the island, the same wherever it is held."""
+    """A hash of every whole parameter and optimizer state of the island, the same wherever it is
+    held.
+    """
     mine: dict[str, set[str]] = {}
     for name, copies in live_tensors(trainer.model_parts, trainer.optimizers).items():
         for tensor in copies:
@@ -174,7 +192,11 @@ def loaded(folder: Path, saved: Callable[[str], Saved]) -> Callable[[str], Life]
 each_pair = pytest.mark.parametrize(
     "pair",
     [
-        pytest.param((source, target), marks=[pytest.mark.slow] if target in SLOW else [], id=f"{source}->{target}")
+        pytest.param(
+            (source, target),
+            marks=[pytest.mark.slow] if target in SLOW else [],
+            id=f"{source}->{target}",
+        )
         for target in MESHES
         for source in sources(target)
     ],
@@ -208,7 +230,11 @@ def test_saved_names_do_not_depend_on_the_mesh(saved) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "dp_shard2-tp2" else [pytest.mark.slow]) for name in SAVED]
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "dp_shard2-tp2" else [pytest.mark.slow])
+        for name in SAVED
+    ],
 )
 def test_save_and_load_twice_is_the_same_bits(tmp_path: Path, saved, name: str) -> None:
     mesh = MESHES[name]
@@ -265,7 +291,9 @@ def changed_on_a_rank(rank: int, folder: Path) -> list[dict[str, str]]:
     return [before, after, digests(trainer)]
 
 
-def test_the_writing_thread_s_current_device_is_the_trainer_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writing_thread_s_current_device_is_the_trainer_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     devices = list[int | None]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append(device.index))
     worker = Worker("checkpoint")

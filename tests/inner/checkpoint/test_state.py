@@ -46,7 +46,9 @@ class Plain:
 
 def plain(optimizer: str, seed: int, width: int = 8, depth: int = 2) -> Plain:
     torch.manual_seed(seed)
-    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(depth - 1)], nn.Linear(8, width, bias=False))
+    model = nn.Sequential(
+        *[nn.Linear(8, 8, bias=False) for _ in range(depth - 1)], nn.Linear(8, width, bias=False)
+    )
     return Plain([model], [OPTIMIZERS[optimizer](list(model.parameters()))])
 
 
@@ -58,7 +60,9 @@ def test_optimizer_goes_on_bit_for_bit(tmp_path: Path, name: str, steps_before: 
         assert torch.equal(mine, theirs)
 
 
-def optimizer_on_a_rank(rank: int, folder: Path, name: str, steps_before: int) -> list[list[Tensor]]:
+def optimizer_on_a_rank(
+    rank: int, folder: Path, name: str, steps_before: int
+) -> list[list[Tensor]]:
     first, second = plain(name, seed=1), plain(name, seed=2)
     for _ in range(steps_before):
         first.step()
@@ -73,13 +77,26 @@ def optimizer_on_a_rank(rank: int, folder: Path, name: str, steps_before: int) -
     return [first.values, second.values]
 
 
-# Mismatches: the rank that has another model or optimizer (None: all ranks), and the error on every rank.
+# Mismatches: the rank that has another model or optimizer (None: all ranks), and the error on every
+# rank.
 
 MISFITS: dict[str, tuple[int | None, dict[str, Any], str]] = {
-    "shape": (1, {"width": 5}, "1.weight is (5, 8) torch.float32 in the model, (8, 8) torch.float32 in the checkpoint"),
+    "shape": (
+        1,
+        {"width": 5},
+        "1.weight is (5, 8) torch.float32 in the model, (8, 8) torch.float32 in the checkpoint",
+    ),
     "deeper": (1, {"depth": 3}, "the model has the parameter 2.weight, the checkpoint does not"),
-    "shallower": (None, {"depth": 1}, "the checkpoint has the parameter 1.weight, the model does not"),
-    "optimizer": (1, {"optimizer": "sgd"}, "0.weight is stepped by SGD here, but by AdamW in the checkpoint"),
+    "shallower": (
+        None,
+        {"depth": 1},
+        "the checkpoint has the parameter 1.weight, the model does not",
+    ),
+    "optimizer": (
+        1,
+        {"optimizer": "sgd"},
+        "0.weight is stepped by SGD here, but by AdamW in the checkpoint",
+    ),
 }
 
 
@@ -92,12 +109,16 @@ def test_other_model_or_optimizer_is_refused_and_stays_as_it_was(tmp_path: Path,
         assert is_unchanged
 
 
-def misfit_on_a_rank(rank: int, folder: Path, which: int | None, changes: dict[str, Any]) -> tuple[str, bool]:
+def misfit_on_a_rank(
+    rank: int, folder: Path, which: int | None, changes: dict[str, Any]
+) -> tuple[str, bool]:
     checkpoints = open_checkpoints(folder)
     first = plain("adamw_fused", seed=1)
     first.step()
     checkpoints.save(first, {}, wait=True)
-    other = plain(**{"optimizer": "adamw_fused", "seed": 2} | (changes if which in (rank, None) else {}))
+    other = plain(
+        **{"optimizer": "adamw_fused", "seed": 2} | (changes if which in (rank, None) else {})
+    )
     before = other.values
     with pytest.raises(InputError) as error:
         checkpoints.load(other, checkpoints.at(1))

@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from inner.checkpoint.index import FiledChunk, index_bytes, parse_index
 from inner.checkpoint.manifest import FileSpec, Manifest
@@ -13,12 +17,18 @@ from inner.checkpoint.tensor_reader import Box, _TensorReader, read_tensors
 from inner.checkpoint.tensor_writer import HashedFile
 
 WHOLE = torch.arange(6 * 8 * 3, dtype=torch.float64).view(6, 8, 3)
-CUTS = {"rank-0.tensors": ((0, 4), (0, 8)), "rank-1.tensors": ((4, 6), (0, 5)), "rank-2.tensors": ((4, 6), (5, 8))}
+CUTS = {
+    "rank-0.tensors": ((0, 4), (0, 8)),
+    "rank-1.tensors": ((4, 6), (0, 5)),
+    "rank-2.tensors": ((4, 6), (5, 8)),
+}
 """Rows and columns that each rank holds."""
 
 
 def write(folder: Path) -> _TensorReader:
-    """Write the tensor in three chunks, each behind 100 bytes of something else, and return its reader."""
+    """Write the tensor in three chunks, each behind 100 bytes of something else, and return its
+    reader.
+    """
     files = {}
     chunks = []
     for name, ((top, bottom), (left, right)) in CUTS.items():
@@ -29,11 +39,15 @@ def write(folder: Path) -> _TensorReader:
         files[name] = file.spec
         chunks.append(FiledChunk("w", (top, left, 0), tuple(chunk.shape), name, start))
     saved = {"w": _saved(chunks)}
-    return _TensorReader(folder, parse_index(index_bytes(saved, chunks), Manifest(1, {}, {}, files)))
+    return _TensorReader(
+        folder, parse_index(index_bytes(saved, chunks), Manifest(1, {}, {}, files))
+    )
 
 
 def _saved(chunks: list[FiledChunk]) -> TensorStorageMetadata:
-    boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in chunks]
+    boxes = [
+        ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in chunks
+    ]
     return TensorStorageMetadata(TensorProperties(torch.float64), WHOLE.size(), boxes)
 
 
@@ -44,7 +58,9 @@ def test_a_tensor_is_put_together_from_the_files_of_three_ranks(tmp_path: Path) 
     assert torch.equal(target, WHOLE)
 
 
-@pytest.mark.parametrize("box", [[(0, 4), (0, 8), (0, 3)], [(1, 2), (0, 8), (0, 3)], [(2, 2), (3, 4), (1, 2)]])
+@pytest.mark.parametrize(
+    "box", [[(0, 4), (0, 8), (0, 3)], [(1, 2), (0, 8), (0, 3)], [(2, 2), (3, 4), (1, 2)]]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_box_of_a_chunk_is_read(tmp_path: Path, box: Box, dtype: torch.dtype) -> None:
     (top, height), (left, width), (front, depth) = box

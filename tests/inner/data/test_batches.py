@@ -18,7 +18,9 @@ SEQ_LEN = 4
 
 
 def corpus_of(train_windows: int, heldout_windows: int = 3) -> Corpus:
-    """A corpus in which token i is i, so a window's first token divided by SEQ_LEN is its number."""
+    """A corpus in which token i is i, so a window's first token divided by SEQ_LEN is its
+    number.
+    """
     train = np.arange(train_windows * SEQ_LEN + 1, dtype=np.uint16)
     heldout = np.arange(heldout_windows * SEQ_LEN + 1, dtype=np.uint16)
     return Corpus((Text(train, heldout, heldout_bytes=len(heldout)),), vocab_size=1 << 16, eos_id=0)
@@ -28,8 +30,12 @@ def numbers(windows: Sequence[torch.Tensor]) -> list[int]:
     return [int(row[0]) // SEQ_LEN for window in windows for row in window]
 
 
-def unit_of(batches: IslandBatches, unit: int, num_data_ranks: int = 1, micro_batch: int = 1) -> list[int]:
-    ranks = [batches.micro_batches(unit, r, num_data_ranks, micro_batch) for r in range(num_data_ranks)]
+def unit_of(
+    batches: IslandBatches, unit: int, num_data_ranks: int = 1, micro_batch: int = 1
+) -> list[int]:
+    ranks = [
+        batches.micro_batches(unit, r, num_data_ranks, micro_batch) for r in range(num_data_ranks)
+    ]
     return [number for rank in ranks for number in numbers(rank)]
 
 
@@ -44,7 +50,13 @@ def unit_of(batches: IslandBatches, unit: int, num_data_ranks: int = 1, micro_ba
     seed=st.integers(0, 2**63),
 )
 def test_islands_together_read_what_one_data_parallel_run_reads(
-    num_islands: int, ranks: int, micro_batch: int, accumulate: int, spare: int, step: int, seed: int
+    num_islands: int,
+    ranks: int,
+    micro_batch: int,
+    accumulate: int,
+    spare: int,
+    step: int,
+    seed: int,
 ) -> None:
     per_island = ranks * micro_batch * accumulate
     corpus = corpus_of(num_islands * per_island + spare)
@@ -88,13 +100,17 @@ def test_the_order_is_the_same_on_every_machine() -> None:
 
 
 def test_text_too_short_for_a_window_says_the_numbers() -> None:
-    corpus = Corpus((Text(np.arange(4, dtype=np.uint16), np.arange(9, dtype=np.uint16), 9),), 260, 257)
+    corpus = Corpus(
+        (Text(np.arange(4, dtype=np.uint16), np.arange(9, dtype=np.uint16), 9),), 260, 257
+    )
     with pytest.raises(InputError, match=r"training text has 4 tokens, but one window needs 5"):
         IslandBatches(corpus, SEQ_LEN, 0, 1, 1)
 
 
 def test_text_too_short_for_a_step_says_the_numbers() -> None:
-    with pytest.raises(InputError, match=r"10 sequences of 4 tokens, but one step reads 12 \(3 islands x 4\)"):
+    with pytest.raises(
+        InputError, match=r"10 sequences of 4 tokens, but one step reads 12 \(3 islands x 4\)"
+    ):
         IslandBatches(corpus_of(10), SEQ_LEN, 0, 3, 4)
 
 
@@ -104,19 +120,36 @@ def test_a_step_that_does_not_divide_says_the_multiple() -> None:
         batches.micro_batches(0, 0, 2, 2)
 
 
-@given(ranks=st.integers(1, 5), micro_batch=st.integers(1, 5), tokens=st.integers(1, 60), held=st.integers(1, 12))
+@given(
+    ranks=st.integers(1, 5),
+    micro_batch=st.integers(1, 5),
+    tokens=st.integers(1, 60),
+    held=st.integers(1, 12),
+)
 @settings(max_examples=50, deadline=None)
-def test_every_mesh_evaluates_the_same_heldout_windows(ranks: int, micro_batch: int, tokens: int, held: int) -> None:
+def test_every_mesh_evaluates_the_same_heldout_windows(
+    ranks: int, micro_batch: int, tokens: int, held: int
+) -> None:
     corpus = corpus_of(1, held)
-    by_rank = [list(heldout_windows(corpus, SEQ_LEN, tokens, rank, ranks, micro_batch)) for rank in range(ranks)]
+    by_rank = [
+        list(heldout_windows(corpus, SEQ_LEN, tokens, rank, ranks, micro_batch))
+        for rank in range(ranks)
+    ]
     rows = [row for windows in by_rank for window in windows for row in window.tolist()]
-    expected = [list(range(i * SEQ_LEN, (i + 1) * SEQ_LEN + 1)) for i in range(min(held, -(-tokens // SEQ_LEN)))]
+    expected = [
+        list(range(i * SEQ_LEN, (i + 1) * SEQ_LEN + 1))
+        for i in range(min(held, -(-tokens // SEQ_LEN)))
+    ]
     assert [row for row in rows if row != [IGNORE_INDEX] * (SEQ_LEN + 1)] == expected
     assert {len(windows) for windows in by_rank} == {len(by_rank[0])}
-    assert all(window.shape == (micro_batch, SEQ_LEN + 1) for windows in by_rank for window in windows)
+    assert all(
+        window.shape == (micro_batch, SEQ_LEN + 1) for windows in by_rank for window in windows
+    )
 
 
 def test_heldout_text_too_short_for_a_window_says_the_numbers() -> None:
-    corpus = Corpus((Text(np.arange(9, dtype=np.uint16), np.arange(2, dtype=np.uint16), 2),), 260, 257)
+    corpus = Corpus(
+        (Text(np.arange(9, dtype=np.uint16), np.arange(2, dtype=np.uint16), 2),), 260, 257
+    )
     with pytest.raises(InputError, match=r"held-out text has 2 tokens, but one window needs 5"):
         next(heldout_windows(corpus, SEQ_LEN, 100, 0, 1, 1))

@@ -34,7 +34,13 @@ def chat_config(folder: Path, count: int = 60, **changes: object) -> DataConfig:
     folder.mkdir(exist_ok=True)
     rows = "".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(count))
     (folder / "chat.jsonl").write_text(rows)
-    values = {"source": "files", "paths": [str(folder)], "format": "chat", "seq_len": SEQ_LEN, "heldout_fraction": 0.2}
+    values = {
+        "source": "files",
+        "paths": [str(folder)],
+        "format": "chat",
+        "seq_len": SEQ_LEN,
+        "heldout_fraction": 0.2,
+    }
     return DataConfig.model_validate(values | changes)
 
 
@@ -49,21 +55,34 @@ def test_the_assistants_words_and_the_end_of_its_message_are_learned() -> None:
     messages = parse_messages(conversation(4), "a row")
     coded = encode_conversation(BytesTokenizer(), to_text(messages), "chatml")
     read, learned = read_and_learned(coded)
-    assert read == ("<|im_start|>user\nwhat is 4 and one?<|im_end|>\n<|im_start|>assistant\nit is 5<|im_end|>\n")
+    assert read == (
+        "<|im_start|>user\nwhat is 4 and one?<|im_end|>\n<|im_start|>assistant\nit is 5<|im_end|>\n"
+    )
     assert learned == "it is 5<|im_end|>"
     assert coded[-1] == CONTEXT - EOS, "the end is read, for masks between documents"
 
 
-def test_markers_are_the_tokenizers_special_tokens_and_users_cannot_write_them(tmp_path: Path) -> None:
+def test_markers_are_the_tokenizers_special_tokens_and_users_cannot_write_them(
+    tmp_path: Path,
+) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    made = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])
+    )
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    made.add_special_tokens(
+        [AddedToken(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    )
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = build_tokenizer(str(tmp_path / "tokenizer.json"))
     end = made.token_to_id("<|im_end|>")
     text = to_text([Message("user", "<|im_end|>"), Message("assistant", "no")])
-    tokens, targets = decode(torch.from_numpy(encode_conversation(tokenizer, text, "chatml").astype(np.int64))[None])
+    tokens, targets = decode(
+        torch.from_numpy(encode_conversation(tokenizer, text, "chatml").astype(np.int64))[None]
+    )
     assert tokens[0].tolist().count(end) == 2, "one for each message"
     assert targets[0].tolist().count(end) == 1
 
@@ -73,7 +92,8 @@ def test_llama3_has_headers_for_each_message() -> None:
     read, learned = read_and_learned(encode_conversation(BytesTokenizer(), text, "llama3"))
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
     assert (
-        read == f"<|begin_of_text|>{header.format('system')}be brief<|eot_id|>{header.format('assistant')}yes<|eot_id|>"
+        read == f"<|begin_of_text|>{header.format('system')}be "
+        f"brief<|eot_id|>{header.format('assistant')}yes<|eot_id|>"
     )
     assert learned == "yes<|eot_id|>"
 
@@ -87,7 +107,9 @@ def test_no_conversation_crosses_the_border_of_a_sequence(tmp_path: Path) -> Non
     (text,) = prepare_corpus(chat_config(tmp_path / "text"), tmp_path / "cache").texts
     assert (len(text.train) - 1) % SEQ_LEN == 0
     for read, learned in sequences_of(text):
-        assert read.startswith("<|im_start|>user") and read.count("<|im_start|>user") == learned.count("it is")
+        assert read.startswith("<|im_start|>user") and read.count(
+            "<|im_start|>user"
+        ) == learned.count("it is")
         assert read.endswith("<|im_end|>\n")
 
 
@@ -111,7 +133,9 @@ def test_targets_are_learned_tokens_only(tmp_path: Path) -> None:
     batch = Cutter(torch.arange(SEQ_LEN), SEQ_LEN, EOS)(window)
     assert batch.tokens_BS[batch.tokens_BS != IGNORE].min() >= 0, "users' words are read"
     assert num_targets(window) == int((batch.targets_BS >= 0).sum()) < SEQ_LEN
-    assert batch.packing is not None and batch.packing.longest < SEQ_LEN, "documents end where their eos is"
+    assert batch.packing is not None and batch.packing.longest < SEQ_LEN, (
+        "documents end where their eos is"
+    )
 
 
 def test_plain_text_is_cut_as_before() -> None:
@@ -142,7 +166,9 @@ def test_the_same_bits_by_one_process_and_after_a_resume_of_small_shards(tmp_pat
 
 
 def test_sharegpt_names_are_known() -> None:
-    found = parse_messages([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "a row")
+    found = parse_messages(
+        [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "a row"
+    )
     assert found == [Message("user", "a"), Message("assistant", "b")]
 
 
@@ -161,20 +187,34 @@ def test_other_rows_are_refused(value: object, text: str) -> None:
 
 
 def test_chat_needs_a_source_with_rows() -> None:
-    with pytest.raises(ValueError, match="format chat needs the rows of source files or huggingface"):
+    with pytest.raises(
+        ValueError, match="format chat needs the rows of source files or huggingface"
+    ):
         DataConfig.model_validate({"format": "chat"})
 
 
 LONG = "the quick brown fox jumps over the lazy dog " * 60
 
 
-def cut_config(folder: Path, questions: dict[str, int], answer: str = "hello", **changes: object) -> DataConfig:
+def cut_config(
+    folder: Path, questions: dict[str, int], answer: str = "hello", **changes: object
+) -> DataConfig:
     """Rows with these questions, each so many times, and one answer."""
     folder.mkdir(exist_ok=True)
     rows = [question for question, number in questions.items() for _ in range(number)]
-    chats = [[{"role": "user", "content": row}, {"role": "assistant", "content": answer}] for row in rows]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    values = {"source": "files", "paths": [str(folder)], "format": "chat", "seq_len": SEQ_LEN, "heldout_fraction": 0.2}
+    chats = [
+        [{"role": "user", "content": row}, {"role": "assistant", "content": answer}] for row in rows
+    ]
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    )
+    values = {
+        "source": "files",
+        "paths": [str(folder)],
+        "format": "chat",
+        "seq_len": SEQ_LEN,
+        "heldout_fraction": 0.2,
+    }
     return DataConfig.model_validate(values | changes)
 
 
@@ -184,19 +224,27 @@ def test_conversations_whose_answers_are_cut_off_are_left_out_and_counted(
     config = cut_config(tmp_path / "text", {LONG: 380, "hi": 20})
     (text,) = prepare_corpus(config, tmp_path / "cache").texts
     assert (
-        "of 400 conversations, 380 are left out, because their answers begin after data.seq_len=128 tokens, and 0 are"
-        in (caplog.text)
+        "of 400 conversations, 380 are left out, because their answers begin after "
+        "data.seq_len=128 tokens, and 0 are" in (caplog.text)
     )
     for tokens in (text.train[:], text.heldout[:]):
         windows = [tokens[at : at + SEQ_LEN + 1] for at in range(0, len(tokens) - 1, SEQ_LEN)]
-        assert all(num_targets(torch.from_numpy(window.astype(np.int64))[None]) for window in windows)
+        assert all(
+            num_targets(torch.from_numpy(window.astype(np.int64))[None]) for window in windows
+        )
     learned = read_and_learned(np.concatenate([text.train[:], text.heldout[:]]))[1]
     assert learned == "hello<|im_end|>" * 20
 
 
-def test_the_same_conversations_are_left_out_of_shards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = cut_config(tmp_path / "text", {LONG: 30, "hi": 40}, order="shards", shard_tokens=SEQ_LEN * 4)
-    whole = prepare_corpus(config.model_copy(update={"order": "global"}), tmp_path / "cache").texts[0]
+def test_the_same_conversations_are_left_out_of_shards(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = cut_config(
+        tmp_path / "text", {LONG: 30, "hi": 40}, order="shards", shard_tokens=SEQ_LEN * 4
+    )
+    whole = prepare_corpus(config.model_copy(update={"order": "global"}), tmp_path / "cache").texts[
+        0
+    ]
     caplog.clear()
     made = list(make_shards(config, new_index(config, "0" * 16), 0, 1, lambda share: None))
     joined = np.concatenate([*(shard.ids[:-1] for shard in made), made[-1].ids[-1:]])
@@ -205,7 +253,10 @@ def test_the_same_conversations_are_left_out_of_shards(tmp_path: Path, caplog: p
 
 
 def test_where_all_answers_are_cut_off_the_error_says_so(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"of 9 conversations, 9 are left out.*: give more text, raise data\.seq_len"):
+    with pytest.raises(
+        InputError,
+        match=r"of 9 conversations, 9 are left out.*: give more text, raise data\.seq_len",
+    ):
         prepare_corpus(cut_config(tmp_path / "text", {LONG: 9}), tmp_path / "cache")
 
 
@@ -216,6 +267,8 @@ def test_bits_per_byte_count_the_words_that_are_left_of_a_cut_answer(tmp_path: P
 
 
 def test_held_out_windows_without_anything_learned_are_an_error_that_says_so() -> None:
-    with pytest.raises(InputError, match=r"evaluate\.tokens=64: this number of held-out tokens contains no target"):
+    with pytest.raises(
+        InputError, match=r"evaluate\.tokens=64: this number of held-out tokens contains no target"
+    ):
         mean_loss([(0.0, 0)], 64)
     assert mean_loss([(3.0, 2), (1.0, 2)], 64) == 1.0

@@ -1,4 +1,6 @@
-"""Ids of conversations are those of the templated text as a whole, whatever the tokenizer does at its beginning."""
+"""Ids of conversations are those of the templated text as a whole, whatever the tokenizer does at
+its beginning.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +28,10 @@ def train(path: Path, letters: Sequence[str] = LETTERS, **parts: object) -> Toke
     for name, part in parts.items():
         setattr(made, name, part)
     trainer = trainers.BpeTrainer(
-        vocab_size=len(letters) + 100, special_tokens=NAMES, initial_alphabet=[*letters], show_progress=False
+        vocab_size=len(letters) + 100,
+        special_tokens=NAMES,
+        initial_alphabet=[*letters],
+        show_progress=False,
     )
     made.train_from_iterator(WORDS, trainer)
     made.save(str(path))
@@ -62,7 +67,9 @@ TOKENIZERS = {
     "llama 2": llama2,
     "bytes": lambda path: byte_level(path, add_prefix_space=False),
     "bytes with a space before": lambda path: byte_level(path, add_prefix_space=True),
-    "bytes not cut into words": lambda path: byte_level(path, add_prefix_space=False, use_regex=False),
+    "bytes not cut into words": lambda path: byte_level(
+        path, add_prefix_space=False, use_regex=False
+    ),
     "markers that take spaces": taking_spaces,
 }
 
@@ -97,7 +104,9 @@ def test_what_is_learned_is_the_assistants_part_of_the_whole(tmp_path: Path, nam
     assert [made.id_to_token(each) for each in learned] == LEARNED[name]
 
 
-def test_a_space_is_put_before_the_first_word_alone_where_the_tokenizer_says_so(tmp_path: Path) -> None:
+def test_a_space_is_put_before_the_first_word_alone_where_the_tokenizer_says_so(
+    tmp_path: Path,
+) -> None:
     made = metaspace(tmp_path / "t.json", "first")
     read, _ = ids_of(tmp_path / "t.json", CHAT)
     tokens = [made.id_to_token(each) for each in read]
@@ -115,10 +124,14 @@ def test_a_token_that_begins_in_the_header_is_read_and_not_learned(tmp_path: Pat
 
 @pytest.mark.parametrize("is_special", [True, False])
 def test_a_marker_that_somebody_writes_is_text(tmp_path: Path, is_special: bool) -> None:
-    plain = tokenizers.Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(LETTERS)}, merges=[]))
+    plain = tokenizers.Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(LETTERS)}, merges=[])
+    )
     plain.add_tokens([AddedToken(name, special=is_special, normalized=False) for name in NAMES])
     plain.save(str(tmp_path / "t.json"))
-    read, learned = ids_of(tmp_path / "t.json", [Message("user", "<|im_end|>"), Message("assistant", "<|im_start|>")])
+    read, learned = ids_of(
+        tmp_path / "t.json", [Message("user", "<|im_end|>"), Message("assistant", "<|im_start|>")]
+    )
     end, start = plain.token_to_id("<|im_end|>"), plain.token_to_id("<|im_start|>")
     assert read.count(end) == read.count(start) == 2, "one for each message"
     assert learned.count(end) == 1 and start not in learned
@@ -126,5 +139,7 @@ def test_a_marker_that_somebody_writes_is_text(tmp_path: Path, is_special: bool)
 
 def test_the_character_around_stand_ins_makes_no_marker(tmp_path: Path) -> None:
     made = byte_level(tmp_path / "t.json", add_prefix_space=False)
-    read, _ = ids_of(tmp_path / "t.json", [Message("user", "\U0010ffff<|im_end|>\U0010ffff"), CHAT[1]])
+    read, _ = ids_of(
+        tmp_path / "t.json", [Message("user", "\U0010ffff<|im_end|>\U0010ffff"), CHAT[1]]
+    )
     assert read.count(made.token_to_id("<|im_end|>")) == 2

@@ -21,14 +21,19 @@ LINES = "".join(json.dumps({"text": row}) + "\n" for row in ROWS).encode()
 def compress_zstd(data: bytes) -> bytes:
     """Two frames one after the other, as programs that compress in parallel write them."""
     half = LINES.index(b"\n", len(LINES) // 2) + 1
-    return b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:]))
+    return b"".join(
+        zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:])
+    )
 
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": compress_zstd}
 
 
 def read(path: Path) -> dict[str, str]:
-    return {document.key: document.text for document in FilesSource((str(path),), TextField("text")).documents()}
+    return {
+        document.key: document.text
+        for document in FilesSource((str(path),), TextField("text")).documents()
+    }
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
@@ -36,7 +41,10 @@ def test_compressed_lines_give_a_document_per_row(tmp_path: Path, suffix: str) -
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(COMPRESSORS[suffix](LINES))
     assert read(path) == {f"{path.name}#{number}": row for number, row in enumerate(ROWS)}
-    shares = [document.share or 0.0 for document in FilesSource((str(path),), TextField("text")).documents()]
+    shares = [
+        document.share or 0.0
+        for document in FilesSource((str(path),), TextField("text")).documents()
+    ]
     assert shares == sorted(shares) and shares[-1] == 1.0
 
 
@@ -63,14 +71,27 @@ def test_a_compressed_file_that_is_cut_off_anywhere_is_named(tmp_path: Path, nam
     path = tmp_path / name
     whole = FORMS[name](LINES) + FORMS[name](LINES)
     second = len(whole) // 2
-    for size in (0, 1, 3, 9, second // 2, second - 1, second + 1, second + 9, len(whole) - 4, len(whole) - 1):
+    for size in (
+        0,
+        1,
+        3,
+        9,
+        second // 2,
+        second - 1,
+        second + 1,
+        second + 9,
+        len(whole) - 4,
+        len(whole) - 1,
+    ):
         path.write_bytes(whole[:size])
         with pytest.raises(InputError, match=f"{name}: cannot be decompressed"):
             read(path)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_compressed_file_with_something_else_behind_it_is_named(tmp_path: Path, name: str) -> None:
+def test_a_compressed_file_with_something_else_behind_it_is_named(
+    tmp_path: Path, name: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(FORMS[name](LINES) + b"something else")
     with pytest.raises(InputError, match=f"{name}: cannot be decompressed"):
@@ -80,7 +101,9 @@ def test_a_compressed_file_with_something_else_behind_it_is_named(tmp_path: Path
 @pytest.mark.parametrize("name", [name for name in FORMS if "jsonl" in name])
 def test_compressed_files_one_after_the_other_are_read_whole(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    path.write_bytes(b"".join(FORMS[name](part) for part in (LINES[:1000], b"", LINES[1000:], LINES)))
+    path.write_bytes(
+        b"".join(FORMS[name](part) for part in (LINES[:1000], b"", LINES[1000:], LINES))
+    )
     assert list(read(path).values()) == ROWS * 2
 
 
@@ -92,7 +115,8 @@ def test_zstd_with_skippable_frames_is_read(tmp_path: Path) -> None:
 
 
 def test_zstd_with_the_longest_window_is_read(tmp_path: Path) -> None:
-    # A frame without the size of its content, of a window of 2 GiB, with one last block of plain bytes.
+    # A frame without the size of its content, of a window of 2 GiB, with one last block of plain
+    # bytes.
     header = bytes.fromhex("28b52ffd 00 a8")
     block = (len(LINES) << 3 | 1).to_bytes(3, "little") + LINES
     (tmp_path / "a.jsonl.zst").write_bytes(header + block)
@@ -141,8 +165,13 @@ def test_an_archive_that_is_cut_off_anywhere_is_named(tmp_path: Path, name: str,
     path = tmp_path / name
     write_tar(path, MEMBERS, mode)
     whole = path.read_bytes()
-    # A member takes a header and two blocks: 1536 is between two members, and 9216 behind the last one.
-    for size in [1, 100, 512, 700, 1536, 1600, 3072, 9216] if mode == "w" else [1, 20, len(whole) // 2, len(whole) - 1]:
+    # A member takes a header and two blocks: 1536 is between two members, and 9216 behind the last
+    # one.
+    for size in (
+        [1, 100, 512, 700, 1536, 1600, 3072, 9216]
+        if mode == "w"
+        else [1, 20, len(whole) // 2, len(whole) - 1]
+    ):
         path.write_bytes(whole[:size])
         with pytest.raises(InputError, match=f"{name}: cannot be read as tar"):
             read(path)

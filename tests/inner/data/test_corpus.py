@@ -29,7 +29,9 @@ def write_texts(folder: Path, count: int = 40) -> dict[str, str]:
 
 
 def files_config(folder: Path, **changes: object) -> DataConfig:
-    return DataConfig.model_validate({"source": "files", "paths": [str(folder)], "heldout_fraction": 0.2, **changes})
+    return DataConfig.model_validate(
+        {"source": "files", "paths": [str(folder)], "heldout_fraction": 0.2, **changes}
+    )
 
 
 def documents_of(row: Tokens) -> list[str]:
@@ -47,14 +49,20 @@ def corpora_in(cache: Path) -> list[str]:
 def test_every_document_is_in_exactly_one_split_by_its_key(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "data")
     corpus = prepare_corpus(files_config(tmp_path / "data"), tmp_path / "cache")
-    assert documents_of(corpus.texts[0].train) == [t for k, t in texts.items() if not is_heldout(k, 0.2)]
-    assert documents_of(corpus.texts[0].heldout) == [t for k, t in texts.items() if is_heldout(k, 0.2)]
+    assert documents_of(corpus.texts[0].train) == [
+        t for k, t in texts.items() if not is_heldout(k, 0.2)
+    ]
+    assert documents_of(corpus.texts[0].heldout) == [
+        t for k, t in texts.items() if is_heldout(k, 0.2)
+    ]
 
 
 def test_heldout_bytes_are_the_utf8_bytes_of_the_heldout_text(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "data")
     corpus = prepare_corpus(files_config(tmp_path / "data"), tmp_path / "cache")
-    assert corpus.texts[0].heldout_bytes == sum(len(t.encode()) for k, t in texts.items() if is_heldout(k, 0.2))
+    assert corpus.texts[0].heldout_bytes == sum(
+        len(t.encode()) for k, t in texts.items() if is_heldout(k, 0.2)
+    )
 
 
 def test_the_held_out_share_is_near_the_fraction() -> None:
@@ -63,7 +71,16 @@ def test_the_held_out_share_is_near_the_fraction() -> None:
 
 
 def test_a_key_is_held_out_on_every_machine_or_on_none() -> None:
-    assert [is_heldout(f"a{i}.py", 0.5) for i in range(8)] == [True, True, False, True, True, True, True, True]
+    assert [is_heldout(f"a{i}.py", 0.5) for i in range(8)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_the_second_call_reads_the_cache_and_not_the_source(tmp_path: Path) -> None:
@@ -74,7 +91,10 @@ def test_the_second_call_reads_the_cache_and_not_the_source(tmp_path: Path) -> N
     second = prepare_corpus(config, tmp_path / "cache")
     assert np.array_equal(first.texts[0].train[:], second.texts[0].train[:])
     assert np.array_equal(first.texts[0].heldout[:], second.texts[0].heldout[:])
-    assert isinstance(second.texts[0].train[:], np.memmap) and second.texts[0].train[:].dtype == np.uint16
+    assert (
+        isinstance(second.texts[0].train[:], np.memmap)
+        and second.texts[0].train[:].dtype == np.uint16
+    )
     assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
 
 
@@ -84,7 +104,9 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     before = prepare_corpus(config, tmp_path / "cache")
     for path in (tmp_path / "data").iterdir():
         path.write_text("other text")
-    assert len(prepare_corpus(config, tmp_path / "cache").texts[0].train) != len(before.texts[0].train)
+    assert len(prepare_corpus(config, tmp_path / "cache").texts[0].train) != len(
+        before.texts[0].train
+    )
 
 
 def test_another_sequence_length_shares_the_token_files(tmp_path: Path) -> None:
@@ -99,7 +121,9 @@ def test_max_tokens_cuts_training_and_keeps_some_heldout(tmp_path: Path) -> None
     whole = prepare_corpus(files_config(tmp_path / "data"), tmp_path / "cache")
     corpus = prepare_corpus(files_config(tmp_path / "data", max_tokens=1000), tmp_path / "cache")
     assert np.array_equal(corpus.texts[0].train[:], whole.texts[0].train[:1000])
-    assert documents_of(corpus.texts[0].heldout) == [next(t for k, t in texts.items() if is_heldout(k, 0.2))]
+    assert documents_of(corpus.texts[0].heldout) == [
+        next(t for k, t in texts.items() if is_heldout(k, 0.2))
+    ]
 
 
 def test_max_tokens_reads_on_until_something_is_held_out(tmp_path: Path) -> None:
@@ -145,21 +169,26 @@ def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
     (file,) = (tmp_path / "cache").rglob("train.bin")
     os.truncate(file, 10)
     with pytest.raises(
-        InputError, match=r"train.bin: 10 bytes, need \d+: the file is damaged; delete .*cache/files-\w+$"
+        InputError,
+        match=r"train.bin: 10 bytes, need \d+: the file is damaged; delete .*cache/files-\w+$",
     ):
         prepare_corpus(config, tmp_path / "cache")
 
 
 def test_a_few_words_cannot_be_trained_on_and_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("alone")
-    with pytest.raises(InputError, match=r"1 documents to train on and 0 held out .* raise data.heldout_fraction"):
+    with pytest.raises(
+        InputError, match=r"1 documents to train on and 0 held out .* raise data.heldout_fraction"
+    ):
         prepare_corpus(files_config(tmp_path / "a.txt", heldout_fraction=0.02), tmp_path / "cache")
 
 
 def test_one_long_text_is_trained_on_but_for_its_last_lines(tmp_path: Path) -> None:
     lines = [f"line {number} of a play\n" for number in range(2000)]
     (tmp_path / "a.txt").write_text("".join(lines))
-    (text,) = prepare_corpus(files_config(tmp_path / "a.txt", heldout_fraction=0.02), tmp_path / "cache").texts
+    (text,) = prepare_corpus(
+        files_config(tmp_path / "a.txt", heldout_fraction=0.02), tmp_path / "cache"
+    ).texts
     (train,), (heldout,) = documents_of(text.train), documents_of(text.heldout)
     assert train + heldout == "".join(lines) and heldout.startswith("line ")
     assert text.heldout_bytes == len(heldout) == pytest.approx(0.02 * len("".join(lines)), rel=0.05)
@@ -184,4 +213,6 @@ def test_the_standard_library_gives_python_to_train_on(tmp_path: Path) -> None:
     corpus = stdlib_corpus(tmp_path)
     assert len(corpus.texts[0].train) == 200_000
     assert corpus.vocab_size == 260
-    assert "\ndef " in documents_of(corpus.texts[0].heldout)[0] + BytesTokenizer().decode(corpus.texts[0].train[:])
+    assert "\ndef " in documents_of(corpus.texts[0].heldout)[0] + BytesTokenizer().decode(
+        corpus.texts[0].train[:]
+    )

@@ -31,7 +31,10 @@ def write(folder: Path, names: list[str], config: object = None) -> str:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {name: number for number, name in enumerate([*names, *letters])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     made.add_special_tokens([AddedToken(name) for name in names])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
@@ -50,7 +53,9 @@ def write(folder: Path, names: list[str], config: object = None) -> str:
         (PHI3, None, 2),
     ],
 )
-def test_eos_is_what_tokenizer_config_says_and_else_the_first_known_name(tmp_path, names, told, expected):
+def test_eos_is_what_tokenizer_config_says_and_else_the_first_known_name(
+    tmp_path, names, told, expected
+):
     folder = write(tmp_path, names, {"eos_token": told})
     assert build_tokenizer(folder).eos_id == expected
     assert build_tokenizer(f"{folder}/tokenizer.json").eos_id == expected
@@ -64,21 +69,45 @@ def test_the_users_eos_counts_more_than_tokenizer_config(tmp_path):
 
 def test_it_is_said_which_was_taken(tmp_path):
     folder = write(tmp_path, PHI3, {"eos_token": "<|endoftext|>", "add_bos_token": True})
-    text = "documents end with <|endoftext|> (3, tokenizer_config.json); its tokenizer_config.json has add_bos_token"
+    text = (
+        "documents end with <|endoftext|> (3, tokenizer_config.json); its "
+        "tokenizer_config.json has add_bos_token"
+    )
     assert describe_ends(build_tokenizer(folder)).startswith(text)
     assert describe_ends(build_tokenizer(folder, "</s>", "<s>")) == (
         "documents begin with <s> (1, data.bos) and end with </s> (2, data.eos)"
     )
-    assert describe_ends(build_tokenizer(write(tmp_path / "b", PHI3))) == "documents end with </s> (2, by its name)"
+    assert (
+        describe_ends(build_tokenizer(write(tmp_path / "b", PHI3)))
+        == "documents end with </s> (2, by its name)"
+    )
 
 
 @pytest.mark.parametrize(
     ("names", "config", "eos", "bos", "text"),
     [
-        (NANOCHAT, None, None, None, "name one of its tokens by data.eos, such as <|bos|>, <|user_start|>"),
-        (PHI3, None, "<eos>", None, "data.eos names '<eos>', which is not a token of data.tokenizer"),
+        (
+            NANOCHAT,
+            None,
+            None,
+            None,
+            "name one of its tokens by data.eos, such as <|bos|>, <|user_start|>",
+        ),
+        (
+            PHI3,
+            None,
+            "<eos>",
+            None,
+            "data.eos names '<eos>', which is not a token of data.tokenizer",
+        ),
         (PHI3, None, None, "<bos>", "data.bos names '<bos>'"),
-        (PHI3, {"eos_token": "<|end|>"}, None, None, "tokenizer_config.json names '<|end|>', which is not a token"),
+        (
+            PHI3,
+            {"eos_token": "<|end|>"},
+            None,
+            None,
+            "tokenizer_config.json names '<|end|>', which is not a token",
+        ),
         (PHI3, ["</s>"], None, None, "tokenizer_config.json: got a JSON list, need an object"),
     ],
 )
@@ -90,7 +119,9 @@ def test_a_token_that_is_not_there_is_named(tmp_path, names, config, eos, bos, t
 def test_a_damaged_tokenizer_config_is_named(tmp_path):
     folder = write(tmp_path, PHI3)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(InputError, match=r"tokenizer_config\.json: cannot be read \(JSONDecodeError"):
+    with pytest.raises(
+        InputError, match=r"tokenizer_config\.json: cannot be read \(JSONDecodeError"
+    ):
         build_tokenizer(folder)
 
 
@@ -104,7 +135,12 @@ def text_config(tmp_path: Path, **changes: object) -> DataConfig:
     for number in range(20):
         (tmp_path / "text" / f"{number}.txt").write_text("ab")
     tokenizer = write(tmp_path / "t", PHI3, {"eos_token": "<|endoftext|>"})
-    values = {"source": "files", "paths": [f"{tmp_path}/text"], "tokenizer": tokenizer, "heldout_fraction": 0.3}
+    values = {
+        "source": "files",
+        "paths": [f"{tmp_path}/text"],
+        "tokenizer": tokenizer,
+        "heldout_fraction": 0.3,
+    }
     return DataConfig.model_validate(values | changes)
 
 
@@ -116,26 +152,37 @@ def test_every_document_begins_with_bos_and_ends_with_eos(tmp_path, processes: i
     ab = build_tokenizer(config.tokenizer).encode("ab").tolist()
     assert corpus.texts[0].train[:8].tolist() == 2 * [1, *ab, 3]
     assert corpus.eos_id == 3
-    assert "documents begin with <s> (1, data.bos) and end with <|endoftext|> (3, tokenizer_config.json)" in caplog.text
+    assert (
+        "documents begin with <s> (1, data.bos) and end with <|endoftext|> (3, "
+        "tokenizer_config.json)" in caplog.text
+    )
 
 
 def test_without_a_bos_documents_are_as_before(tmp_path):
     config = text_config(tmp_path)
     (text,) = prepare_corpus(config, tmp_path / "cache").texts
-    assert text.train[:6].tolist() == 2 * [*build_tokenizer(config.tokenizer).encode("ab").tolist(), 3]
+    assert text.train[:6].tolist() == 2 * [
+        *build_tokenizer(config.tokenizer).encode("ab").tolist(),
+        3,
+    ]
 
 
 def test_a_conversation_begins_with_one_bos(tmp_path):
     names = [*PHI3, "<|begin_of_text|>"]
     chat = to_text([Message("user", "a"), Message("assistant", "b")])
     for template, bos, expected in (("chatml", "<s>", 1), ("llama3", "<|begin_of_text|>", 4)):
-        coded = encode_conversation(build_tokenizer(write(tmp_path, names), None, bos), chat, template)
+        coded = encode_conversation(
+            build_tokenizer(write(tmp_path, names), None, bos), chat, template
+        )
         assert coded[0] == CONTEXT - expected and coded[1] != coded[0]
 
 
 def test_other_ends_are_another_text_in_the_cache_and_usual_ones_the_same_as_before(tmp_path):
     config = text_config(tmp_path)
-    configs = [config, *(config.model_copy(update=change) for change in ({"eos": "</s>"}, {"bos": "<s>"}))]
+    configs = [
+        config,
+        *(config.model_copy(update=change) for change in ({"eos": "</s>"}, {"bos": "<s>"})),
+    ]
     assert len({text_identity(each, []) for each in configs}) == 3
     (tmp_path / "t" / "tokenizer_config.json").unlink()
     named = config.model_copy(update={"eos": "</s>"})
@@ -147,7 +194,10 @@ def test_shards_are_made_with_the_users_eos(tmp_path):
 
 
 def test_eos_and_bos_are_in_the_hash_of_a_run_only_where_they_are_set():
-    hashes = [parse_config("", [f"data.{key}"]).run.hash for key in ("eos=null", "bos=null", "eos=a", "bos=a")]
+    hashes = [
+        parse_config("", [f"data.{key}"]).run.hash
+        for key in ("eos=null", "bos=null", "eos=a", "bos=a")
+    ]
     both = parse_config("", ["data.eos=a", "data.bos=a"]).run.hash
     assert hashes[0] == hashes[1] == parse_config("").run.hash == "e6ce1fd6727c23d23c1c8ebfb9aa48d7"
     assert len({*hashes, both}) == 4
@@ -165,7 +215,12 @@ def on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, confi
 
 
 def test_tokenizer_config_of_the_hub_is_read(tmp_path, monkeypatch):
-    assert build_tokenizer(on_the_hub(tmp_path, monkeypatch, "with", {"eos_token": "<|endoftext|>"})).eos_id == 3
+    assert (
+        build_tokenizer(
+            on_the_hub(tmp_path, monkeypatch, "with", {"eos_token": "<|endoftext|>"})
+        ).eos_id
+        == 3
+    )
 
 
 def test_a_tokenizer_config_that_the_hub_cannot_give_is_warned_of(tmp_path, monkeypatch, caplog):

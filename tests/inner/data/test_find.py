@@ -26,7 +26,13 @@ def put(path: Path) -> Path:
 
 def forms(folder: Path) -> list[str]:
     """The ways to name all files of a folder."""
-    return [str(folder), f"{folder}/", f"{folder}/**", f"{folder}/**/*", f"{folder}/../{folder.name}"]
+    return [
+        str(folder),
+        f"{folder}/",
+        f"{folder}/**",
+        f"{folder}/**/*",
+        f"{folder}/../{folder.name}",
+    ]
 
 
 def test_a_folder_behind_a_link_is_read_by_every_form_of_the_path(tmp_path: Path) -> None:
@@ -36,7 +42,11 @@ def test_a_folder_behind_a_link_is_read_by_every_form_of_the_path(tmp_path: Path
     (tmp_path / "data" / "linked").symlink_to("../elsewhere")
     (tmp_path / "data" / "d.txt").symlink_to("../c.txt")
     for form in forms(tmp_path / "data"):
-        assert read(form) == [("d.txt", "c.txt"), ("linked/deep/b.txt", "b.txt"), ("real/a.txt", "a.txt")], form
+        assert read(form) == [
+            ("d.txt", "c.txt"),
+            ("linked/deep/b.txt", "b.txt"),
+            ("real/a.txt", "a.txt"),
+        ], form
 
 
 def test_a_link_as_the_entry_gives_the_keys_of_its_folder(tmp_path: Path) -> None:
@@ -90,7 +100,10 @@ def test_overlapping_entries_give_each_file_once_and_it_is_said(
     first = put(tmp_path / "data" / "sub" / "a.txt")
     put(tmp_path / "data" / "b.txt")
     (tmp_path / "link").symlink_to("data")
-    assert read(first, tmp_path / "data", tmp_path / "link") == [("a.txt", "a.txt"), ("b.txt", "b.txt")]
+    assert read(first, tmp_path / "data", tmp_path / "link") == [
+        ("a.txt", "a.txt"),
+        ("b.txt", "b.txt"),
+    ]
     (message,) = caplog.messages
     assert message.endswith("and 2 more files are named more than once in data.paths and read once")
 
@@ -106,5 +119,7 @@ def test_token_files_of_overlapping_entries_are_opened_once(tmp_path: Path) -> N
     (tmp_path / "data").mkdir()
     np.save(tmp_path / "data" / "a.npy", np.arange(9, dtype=np.uint16))
     (tmp_path / "link").symlink_to("data")
-    opened = open_token_files([f"{tmp_path}/data", f"{tmp_path}/link", f"{tmp_path}/data/*.npy"], "uint16")
+    opened = open_token_files(
+        [f"{tmp_path}/data", f"{tmp_path}/link", f"{tmp_path}/data/*.npy"], "uint16"
+    )
     assert len(opened) == 1

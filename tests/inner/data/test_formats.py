@@ -20,7 +20,15 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".zst": zstandard.ZstdCompressor().compress,
 }
-NAMES = ("a.jsonl", "a.json", "a.ndjson", "A.JSONL", "A.NDJson", "a.JSON", "c4-train.00000-of-01024.json")
+NAMES = (
+    "a.jsonl",
+    "a.json",
+    "a.ndjson",
+    "A.JSONL",
+    "A.NDJson",
+    "a.JSON",
+    "c4-train.00000-of-01024.json",
+)
 
 
 def read(*paths: Path, field: str = "text") -> dict[str, str]:
@@ -44,7 +52,9 @@ def test_json_lines_by_any_name_are_rows(tmp_path: Path, name: str, compression:
 
 @pytest.mark.parametrize("compression", [*COMPRESSORS, ".GZ"])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_an_array_of_objects_is_read_by_its_items(tmp_path: Path, compression: str, indent: int | None) -> None:
+def test_an_array_of_objects_is_read_by_its_items(
+    tmp_path: Path, compression: str, indent: int | None
+) -> None:
     path = tmp_path / f"alpaca.json{compression}"
     path.write_bytes(COMPRESSORS[compression.lower()](json.dumps(ROWS, indent=indent).encode()))
     assert read(path) == {f"{path.name}#{number}": text for number, text in enumerate(TEXTS)}
@@ -69,7 +79,10 @@ def test_one_object_over_several_lines_is_a_row(tmp_path: Path, start: bytes) ->
     ("content", "cause"),
     [
         ('[{"text": "x"}, "y"]', "a.json, item 2: got a JSON str, need an object"),
-        ('{"model_type": "llama"}', "a.json, line 1: no field 'text' (data.text_field); the existing fields are"),
+        (
+            '{"model_type": "llama"}',
+            "a.json, line 1: no field 'text' (data.text_field); the existing fields are",
+        ),
         ('{\n"name": "x"\n}', "a.json, item 1: no field 'text'"),
         ('[{"text": "x"}', "a.json: not JSON"),
         ("plain text", "a.json: not JSON"),
@@ -93,7 +106,11 @@ def test_data_that_is_not_read_is_refused_by_name(tmp_path: Path, name: str) -> 
     (tmp_path / "a.txt").write_text("a text")
     (tmp_path / name).write_text("id,text\n1,hello\n")
     text = error_of(tmp_path)
-    assert f"{name}: " in text and "is not read by data.source=files" in text and "pattern such as *.txt" in text
+    assert (
+        f"{name}: " in text
+        and "is not read by data.source=files" in text
+        and "pattern such as *.txt" in text
+    )
 
 
 @pytest.mark.parametrize("name", ["README.md", "readme", "LICENSE.txt", "dataset_infos.json"])
@@ -105,7 +122,8 @@ def test_what_describes_the_data_beside_it_is_left_out_and_said(
     (tmp_path / name).write_text("about")
     assert list(read(tmp_path).values()) == TEXTS
     assert caplog.messages == [
-        f"{tmp_path / name} is left out because its name says that it describes the data beside it; "
+        f"{tmp_path / name} is left out because its name says that it describes the data beside "
+        "it; "
         "name it in data.paths to read it"
     ]
 
@@ -119,7 +137,9 @@ def test_a_readme_among_texts_or_by_its_name_is_read(tmp_path: Path) -> None:
 
 
 def test_a_data_sets_folder_with_a_readme_is_read_as_conversations(tmp_path: Path) -> None:
-    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    row = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    }
     (tmp_path / "README.md").write_text("about")
     (tmp_path / "sharegpt.json").write_text(json.dumps([row, row]))
     documents = FilesSource((str(tmp_path),), TextField("messages", is_chat=True)).documents()
@@ -128,5 +148,7 @@ def test_a_data_sets_folder_with_a_readme_is_read_as_conversations(tmp_path: Pat
 
 @pytest.mark.parametrize("compression", [".gz", ".zst"])
 def test_a_compressed_text_is_one_document(tmp_path: Path, compression: str) -> None:
-    (tmp_path / f"a.txt{compression}").write_bytes(COMPRESSORS[compression]("a text \u00e9".encode()))
+    (tmp_path / f"a.txt{compression}").write_bytes(
+        COMPRESSORS[compression]("a text \u00e9".encode())
+    )
     assert read(tmp_path) == {f"a.txt{compression}": "a text \u00e9"}

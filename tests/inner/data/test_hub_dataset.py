@@ -1,4 +1,6 @@
-"""A dataset is read from its own repository or folder, and from nothing else of this machine or its network."""
+"""A dataset is read from its own repository or folder, and from nothing else of this machine or its
+network.
+"""
 
 from pathlib import Path
 
@@ -55,9 +57,15 @@ def test_the_name_of_a_reader_of_files_is_no_dataset(
         texts(name)
 
 
-@pytest.mark.parametrize(("key", "character"), [("escapechar", "\\"), ("sep", "/"), ("quotechar", "~")])
+@pytest.mark.parametrize(
+    ("key", "character"), [("escapechar", "\\"), ("sep", "/"), ("quotechar", "~")]
+)
 def test_a_character_that_divides_fields_is_no_place(key: str, character: str) -> None:
-    check_settings("a/b", CARD, f"configs: [{{config_name: default, data_files: rows.csv, {key}: '{character}'}}]")
+    check_settings(
+        "a/b",
+        CARD,
+        f"configs: [{{config_name: default, data_files: rows.csv, {key}: '{character}'}}]",
+    )
 
 
 def test_a_place_is_refused_under_the_name_of_a_character(tmp_path: Path) -> None:
@@ -94,19 +102,25 @@ def test_a_card_that_names_a_file_of_this_machine_is_refused(how: str, tmp_path:
 
 def test_settings_beside_the_card_are_held_to_the_same(tmp_path: Path) -> None:
     folder = repository(tmp_path / "theirs")
-    (folder / SETTINGS).write_text("configs: [{config_name: default, data_files: '../secret.json'}]")
+    (folder / SETTINGS).write_text(
+        "configs: [{config_name: default, data_files: '../secret.json'}]"
+    )
     with pytest.raises(InputError, match="outside of its repository"):
         texts(folder)
 
 
 def test_a_card_that_names_files_of_its_own_is_read(tmp_path: Path) -> None:
-    card = "license: mit\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: 'rows*.jsonl'}"
+    card = (
+        "license: mit\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, "
+        "path: 'rows*.jsonl'}"
+    )
     assert texts(repository(tmp_path / "theirs", card)) == ["a row"]
 
 
 @pytest.mark.parametrize(
     "place",
-    ["http://169.254.169.254/x.json", "file:///etc/passwd", "s3://b/x", "zip://x::http://h/x", "/etc/x.json",
+    ["http://169.254.169.254/x.json", "file:///etc/passwd", "s3://b/x", "zip://x::http://h/x",
+    "/etc/x.json",
      "~/x.json", "../x.json", "a/../../x.json", "\\\\host\\x"],
 )  # fmt: skip
 def test_places_outside_of_a_repository(place: str) -> None:
@@ -118,7 +132,9 @@ def test_places_inside_of_a_repository(place: str) -> None:
     assert not leads_outside(place)
 
 
-@pytest.mark.parametrize("text", ["", "a list", "[1, 2]", "configs: 3", "configs: [1, {a: 2}]", "license: mit"])
+@pytest.mark.parametrize(
+    "text", ["", "a list", "[1, 2]", "configs: 3", "configs: [1, {a: 2}]", "license: mit"]
+)
 def test_settings_that_name_no_data_pass(text: str) -> None:
     check_settings("a/b", CARD, text)
 
@@ -140,6 +156,8 @@ def test_no_path_in_a_row_is_opened(tmp_path: Path) -> None:
     (image := tmp_path / "a.png").touch()
     rows = {"text": ["a row"], "image": [{"bytes": None, "path": str(image)}]}
     (tmp_path / "theirs").mkdir()
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "theirs" / "a.parquet"))
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(
+        str(tmp_path / "theirs" / "a.parquet")
+    )
     image.unlink()
     assert texts(tmp_path / "theirs") == ["a row"]

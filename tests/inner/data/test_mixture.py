@@ -29,7 +29,9 @@ def corpus_of(weights: list[float], train_windows: list[int], heldout_windows: l
     """A corpus in which token i of source s is 1000 s + i."""
     texts = [
         Text(row(1000 * s, train), row(1000 * s, held), held * SEQ_LEN + 1, f"source-{s}", weight)
-        for s, (weight, train, held) in enumerate(zip(weights, train_windows, heldout_windows, strict=True))
+        for s, (weight, train, held) in enumerate(
+            zip(weights, train_windows, heldout_windows, strict=True)
+        )
     ]
     return Corpus(tuple(texts), vocab_size=1 << 16, eos_id=0)
 
@@ -54,17 +56,26 @@ def test_an_order_of_as_many_sequences_as_there_may_ever_be_takes_no_memory() ->
 
 def test_all_orders_of_a_few_sequences_are_equally_frequent() -> None:
     size, num_draws = 4, 2400
-    found = Counter(tuple(SequenceOrder(size, seed)[index] for index in range(size)) for seed in range(num_draws))
+    found = Counter(
+        tuple(SequenceOrder(size, seed)[index] for index in range(size))
+        for seed in range(num_draws)
+    )
     expected = num_draws / math.factorial(size)
-    chi_squared = sum((found[order] - expected) ** 2 / expected for order in permutations(range(size)))
+    chi_squared = sum(
+        (found[order] - expected) ** 2 / expected for order in permutations(range(size))
+    )
     assert chi_squared < 45, "of 23 degrees of freedom: four standard deviations above the mean"
 
 
 def test_neighbours_in_the_order_are_not_neighbours_in_the_text() -> None:
     size = 1000
-    orders = np.array([[SequenceOrder(size, seed)[index] for index in range(size)] for seed in range(10)])
+    orders = np.array(
+        [[SequenceOrder(size, seed)[index] for index in range(size)] for seed in range(10)]
+    )
     steps = np.diff(orders) % size
-    assert 5 < sum(np.isin(steps, (1, size - 1)).sum(axis=1)) < 40, "two in each of ten random orders"
+    assert 5 < sum(np.isin(steps, (1, size - 1)).sum(axis=1)) < 40, (
+        "two in each of ten random orders"
+    )
     assert len(np.unique(steps)) > 0.99 * size
     correlations = [np.corrcoef(np.arange(size), order)[0, 1] for order in orders]
     assert np.abs(correlations).max() < 4 / math.sqrt(size)
@@ -75,23 +86,32 @@ def test_realised_shares_are_within_one_percent_after_100k_draws(weights: list[f
     order = mixed_order(weights)
     read = Counter(order[position].source for position in range(100_000))
     for source, weight in enumerate(weights):
-        assert abs(read[source] / 100_000 - weight / sum(weights)) <= 0.01 * weight / sum(weights) + 1e-5
+        assert (
+            abs(read[source] / 100_000 - weight / sum(weights))
+            <= 0.01 * weight / sum(weights) + 1e-5
+        )
 
 
 @given(weights=WEIGHTS, n=st.integers(0, 10**12), more=st.integers(0, 3000))
 @settings(deadline=None)
-def test_counts_add_up_never_fall_and_stay_near_the_weights(weights: list[float], n: int, more: int) -> None:
+def test_counts_add_up_never_fall_and_stay_near_the_weights(
+    weights: list[float], n: int, more: int
+) -> None:
     shares = MixtureShares(weights)
     before, after = shares.counts(n), shares.counts(n + more)
     assert sum(before) == n
     assert all(old <= new for old, new in zip(before, after, strict=True))
     wanted = [n * weight / sum(weights) for weight in weights]
-    assert all(abs(got - want) <= len(weights) + 1e-3 for got, want in zip(before, wanted, strict=True))
+    assert all(
+        abs(got - want) <= len(weights) + 1e-3 for got, want in zip(before, wanted, strict=True)
+    )
 
 
 @given(weights=WEIGHTS, start=st.integers(0, 10**9), seed=st.integers(0, 2**63))
 @settings(max_examples=30, deadline=None)
-def test_random_access_reads_the_same_as_reading_in_order(weights: list[float], start: int, seed: int) -> None:
+def test_random_access_reads_the_same_as_reading_in_order(
+    weights: list[float], start: int, seed: int
+) -> None:
     positions = range(start, start + BLOCK + 100, 97)
     walked = {position: mixed_order(weights, seed)[position] for position in positions}
     jumping = mixed_order(weights, seed)
@@ -104,7 +124,9 @@ def test_counts_of_positions_are_those_that_were_read(weights: list[float], star
     order = mixed_order(weights)
     read = Counter(order[position].source for position in range(start, start + 500))
     before, after = order.counts(start), order.counts(start + 500)
-    assert [new - old for old, new in zip(before, after, strict=True)] == [read[s] for s in range(len(weights))]
+    assert [new - old for old, new in zip(before, after, strict=True)] == [
+        read[s] for s in range(len(weights))
+    ]
 
 
 def test_each_source_is_read_once_per_epoch_in_its_own_shuffled_order() -> None:
@@ -114,7 +136,9 @@ def test_each_source_is_read_once_per_epoch_in_its_own_shuffled_order() -> None:
         read = [place.sequence for place in places if place.source == source]
         own = SequenceOrder(50, 3)
         assert read == [own[i] for i in range(len(read))]
-        assert all(sorted(read[i : i + 50]) == list(range(50)) for i in range(0, len(read) // 50 * 50, 50))
+        assert all(
+            sorted(read[i : i + 50]) == list(range(50)) for i in range(0, len(read) // 50 * 50, 50)
+        )
 
 
 def test_a_single_source_keeps_its_own_order() -> None:
@@ -126,7 +150,28 @@ def test_a_single_source_keeps_its_own_order() -> None:
 
 def test_the_mixture_is_the_same_on_every_machine() -> None:
     order = mixed_order([3, 1], seed=42)
-    assert [order[p].source for p in range(20)] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0]
+    assert [order[p].source for p in range(20)] == [
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+        1,
+        0,
+        0,
+    ]
 
 
 def test_sources_do_not_alternate() -> None:
@@ -154,12 +199,17 @@ def test_heldout_windows_have_the_shares_of_the_weights_and_end_with_the_scarces
 
 
 def test_bits_per_byte_weighs_texts_as_the_loss_does() -> None:
-    texts = tuple(Text(row(0, 1), np.zeros(n, np.uint16), b, str(n), w) for n, b, w in [(10, 40, 3), (100, 200, 1)])
+    texts = tuple(
+        Text(row(0, 1), np.zeros(n, np.uint16), b, str(n), w)
+        for n, b, w in [(10, 40, 3), (100, 200, 1)]
+    )
     assert Corpus(texts, 300, 0).heldout_tokens_per_byte == pytest.approx(1 / (0.75 * 4 + 0.25 * 2))
 
 
 def test_a_source_too_short_for_its_share_of_a_step_is_named() -> None:
-    with pytest.raises(InputError, match=r"training text of 'source-1' has 3 sequences of 4 tokens, .* reads 4 "):
+    with pytest.raises(
+        InputError, match=r"training text of 'source-1' has 3 sequences of 4 tokens, .* reads 4 "
+    ):
         IslandBatches(corpus_of([1, 1], [50, 3], [1, 1]), SEQ_LEN, 0, 2, 4)
 
 
@@ -171,7 +221,10 @@ def entry(name: str, **more: object) -> dict[str, object]:
     ("data", "message"),
     [
         ({"mixture": [entry("a"), entry("a")]}, "mixture has 'a' 2 times"),
-        ({"mixture": [entry("a")], "paths": ["x"], "max_tokens": 5}, "move paths, max_tokens into its entries"),
+        (
+            {"mixture": [entry("a")], "paths": ["x"], "max_tokens": 5},
+            "move paths, max_tokens into its entries",
+        ),
         ({"mixture": [entry("a", weight=0)]}, "greater than 0"),
     ],
 )

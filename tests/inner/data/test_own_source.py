@@ -1,4 +1,6 @@
-"""An own source is prepared like ours, and one that breaks the contract is refused before a run starts."""
+"""An own source is prepared like ours, and one that breaks the contract is refused before a run
+starts.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ OWN = "tests.own.sources"
 
 def config_of(name: str = "Tables", **values: Any) -> DataConfig:
     defaults = {"options": {"numbers": 40}} if "paths" not in values else {}
-    return DataConfig.model_validate({"source": f"{OWN}:{name}", "heldout_fraction": 0.2} | defaults | values)
+    return DataConfig.model_validate(
+        {"source": f"{OWN}:{name}", "heldout_fraction": 0.2} | defaults | values
+    )
 
 
 def expected(numbers: int = 40) -> tuple[str, str]:
@@ -56,7 +60,9 @@ def test_places_come_by_paths(tmp_path: Path) -> None:
     assert "line 0" not in "".join(decoded(corpus)) and "line 49" in "".join(decoded(corpus))
 
 
-def test_one_that_can_begin_in_its_middle_is_read_on_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_can_begin_in_its_middle_is_read_on_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source = build_source(config_of("SeekableTables"))
     documents = list(source.documents())
     monkeypatch.delattr(f"{OWN}.Tables.documents")
@@ -67,11 +73,20 @@ def test_one_that_can_begin_in_its_middle_is_read_on_from_there(monkeypatch: pyt
 def test_a_mixture_has_own_sources_beside_ours(tmp_path: Path) -> None:
     entries = [
         {"name": "tables", "weight": 1, "source": f"{OWN}:Tables", "options": {"numbers": 40}},
-        {"name": "more", "weight": 2, "source": f"{OWN}:Tables", "options": {"numbers": 30, "columns": 4}},
+        {
+            "name": "more",
+            "weight": 2,
+            "source": f"{OWN}:Tables",
+            "options": {"numbers": 30, "columns": 4},
+        },
     ]
-    corpus = prepare_corpus(DataConfig.model_validate({"mixture": entries, "heldout_fraction": 0.2}), tmp_path)
+    corpus = prepare_corpus(
+        DataConfig.model_validate({"mixture": entries, "heldout_fraction": 0.2}), tmp_path
+    )
     assert [text.name for text in corpus.texts] == ["tables", "more"]
-    assert np.array_equal(corpus.texts[0].train[:], prepare_corpus(config_of(), tmp_path).texts[0].train[:])
+    assert np.array_equal(
+        corpus.texts[0].train[:], prepare_corpus(config_of(), tmp_path).texts[0].train[:]
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,15 +95,25 @@ def test_a_mixture_has_own_sources_beside_ours(tmp_path: Path) -> None:
         ("Table", {}, r"the nearest name is tests\.own\.sources:Tables"),
         ("Tables", {}, r"Tables\(numbers.*called with nothing it raised TypeError.*data\.options"),
         ("Tables", {"numbers": 0}, "has no document with text"),
-        ("Shuffled", {"numbers": 3}, r"document 0 .* is 'table/.', and when read again 'table/.'; the order"),
+        (
+            "Shuffled",
+            {"numbers": 3},
+            r"document 0 .* is 'table/.', and when read again 'table/.'; the order",
+        ),
         ("Restless", {"numbers": 3}, "fingerprint.* differs from call to call"),
-        ("BeginsLate", {"numbers": 3}, r"documents_from\(2\) .* begins with None, and pair 2 .* is 'table/2'"),
+        (
+            "BeginsLate",
+            {"numbers": 3},
+            r"documents_from\(2\) .* begins with None, and pair 2 .* is 'table/2'",
+        ),
         ("SameKeys", {"numbers": 3}, "several documents with the key 'key'"),
         ("TextsAlone", {"numbers": 3}, r"document 0 .* is str '0 x 1 = 0.*need a pair"),
         ("Breaks", {"numbers": 3}, r"failed in documents\(\): RuntimeError: the tape is torn"),
         ("NoFingerprint", {}, r"returns NoFingerprint without the method fingerprint\(\)"),
     ],
 )
-def test_a_source_that_breaks_the_contract_is_refused(name: str, options: dict[str, int], why: str) -> None:
+def test_a_source_that_breaks_the_contract_is_refused(
+    name: str, options: dict[str, int], why: str
+) -> None:
     with pytest.raises(InputError, match=f"(?s)^data.source: .*{why}"):
         check_source(config_of(name, options=options))

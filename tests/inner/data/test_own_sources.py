@@ -1,4 +1,6 @@
-"""Sources that only some islands read: fixed shares, each sequence once an epoch, and the same text for all others."""
+"""Sources that only some islands read: fixed shares, each sequence once an epoch, and the same text
+for all others.
+"""
 
 from collections import Counter
 
@@ -16,7 +18,9 @@ from inner.data.corpus import Corpus, Text
 SEQ_LEN, SIZE = 4, 8
 
 
-def text(number: int, name: str, windows: int, weight: float, reader: tuple[int, int] | None = None) -> Text:
+def text(
+    number: int, name: str, windows: int, weight: float, reader: tuple[int, int] | None = None
+) -> Text:
     """Token i of the text is 10,000 x its number + i."""
     train = np.arange(windows * SEQ_LEN + 1, dtype=np.uint16) + 10_000 * number
     return Text(train, train[:9], 1, name, weight, reader)
@@ -53,8 +57,16 @@ def test_what_it_reads_of_the_others_are_sequences_of_the_leased_unit() -> None:
 
 
 def test_two_islands_share_a_source_of_theirs_without_reading_a_sequence_twice() -> None:
-    places = [batches_of(SHARED[0], text(1, "own", 64, 1.0, (place, 2)), SHARED[1]) for place in (0, 1)]
-    own = [row for number in range(16) for each in places for row in read(each, number, number) if row[0] == 1]
+    places = [
+        batches_of(SHARED[0], text(1, "own", 64, 1.0, (place, 2)), SHARED[1]) for place in (0, 1)
+    ]
+    own = [
+        row
+        for number in range(16)
+        for each in places
+        for row in read(each, number, number)
+        if row[0] == 1
+    ]
     assert len(own) > 40 and max(Counter(own).values()) == 1
 
 
@@ -63,22 +75,31 @@ def test_an_island_may_have_nothing_but_its_own_sources() -> None:
     assert {row[0] for number in range(4) for row in read(batches, 5 * number, number)} == {1}
 
 
-MIXTURE = [{"name": "shared"}, {"name": "own", "paths": ["x"], "source": "files", "only": ["a", "b"]}]
+MIXTURE = [
+    {"name": "shared"},
+    {"name": "own", "paths": ["x"], "source": "files", "only": ["a", "b"]},
+]
 
 
 def run_of(mixture: list[dict], **more: list[dict]) -> RunConfig:
-    return RunConfig.model_validate({"data": {"mixture": [{"weight": 1} | entry for entry in mixture]}} | more)
+    return RunConfig.model_validate(
+        {"data": {"mixture": [{"weight": 1} | entry for entry in mixture]}} | more
+    )
 
 
 @pytest.mark.parametrize("label, names", [("a", ["shared", "own"]), ("c", ["shared"])])
 def test_only_named_islands_have_the_source_in_their_config(label: str, names: list[str]) -> None:
-    assert [entry.name for entry in data_of(run_of(MIXTURE), IslandConfig(name=label)).mixture] == names
+    assert [
+        entry.name for entry in data_of(run_of(MIXTURE), IslandConfig(name=label)).mixture
+    ] == names
 
 
 def test_an_island_without_any_source_and_stages_beside_own_sources_are_refused() -> None:
     with pytest.raises(ConfigError, match="island 'c' has no source"):
         data_of(run_of(MIXTURE[1:]), IslandConfig(name="c"))
     with pytest.raises(ValidationError, match="all islands can read shards from a store"):
-        RunConfig.model_validate({"data": {"order": "shards", "mixture": [{"weight": 1, **MIXTURE[1]}]}})
+        RunConfig.model_validate(
+            {"data": {"order": "shards", "mixture": [{"weight": 1, **MIXTURE[1]}]}}
+        )
     with pytest.raises(ValidationError, match="that only some islands read"):
         run_of(MIXTURE, stages=[{}])

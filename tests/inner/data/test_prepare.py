@@ -61,7 +61,9 @@ def documents_in(tokens: Tokens) -> list[np.ndarray]:
 
 
 def options(**changes: object) -> PrepareOptions:
-    return PrepareOptions(**{"shard_tokens": SHARD_TOKENS, "report": lambda progress: None} | changes)  # pyright: ignore
+    return PrepareOptions(
+        **{"shard_tokens": SHARD_TOKENS, "report": lambda progress: None} | changes
+    )  # pyright: ignore
 
 
 def killed(config: DataConfig, cache: Path, after: int) -> None:
@@ -106,7 +108,9 @@ def test_text_comes_back_from_the_shards_document_by_document(tmp_path: Path) ->
 def test_text_comes_back_through_a_real_tokenizer(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "data", 20)
     name = bpe_file(tmp_path / "t.json", list(texts.values()))
-    corpus = prepare_corpus(config_of(tmp_path / "data", tokenizer=name), tmp_path / "cache", options())
+    corpus = prepare_corpus(
+        config_of(tmp_path / "data", tokenizer=name), tmp_path / "cache", options()
+    )
     tokenizer = build_tokenizer(name)
     documents = [tokenizer.decode(ids) for ids in documents_in(corpus.texts[0].train)]
     assert documents == [text for key, text in texts.items() if not is_heldout(key, 0.2)]
@@ -135,11 +139,16 @@ def test_a_killed_preparation_resumes_with_the_same_result(tmp_path: Path, after
     killed(config, tmp_path / "cache", 60)
     prepare_corpus(config, tmp_path / "cache", options())
     assert files_of(tmp_path / "cache") == files_of(tmp_path / "whole")
-    moved = {path.parents[1].with_suffix("") / path.parent.name / path.name: time for path, time in kept.items()}
+    moved = {
+        path.parents[1].with_suffix("") / path.parent.name / path.name: time
+        for path, time in kept.items()
+    }
     assert all(path.stat().st_mtime_ns == time for path, time in moved.items())
 
 
-def test_two_processes_write_what_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_write_what_one_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = write_texts(tmp_path / "data", 40)
     # Each chunk has some of the documents, not all.
     monkeypatch.setattr(tokenise, "CHUNK_CHARACTERS", 500)
@@ -200,17 +209,23 @@ def test_a_full_disk_is_one_error_and_finished_shards_stay(tmp_path: Path) -> No
     assert ours.poll(GUARD_SECONDS)
     message = ours.recv()
     process.join(GUARD_SECONDS)
-    assert "cannot write (File too large); make room" in message and "finished shards stay" in message
+    assert (
+        "cannot write (File too large); make room" in message and "finished shards stay" in message
+    )
     assert len(list((tmp_path / "cache").glob("*.unfinished/0*"))) > 5
     prepare_corpus(config, tmp_path / "cache", options())
     assert files_of(tmp_path / "cache") == files_of(tmp_path / "whole")
 
 
-def test_a_stalled_holder_of_the_lock_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_holder_of_the_lock_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "STALLED_SECONDS", 0.0)
     with (
         hold_lock(tmp_path / "lock", "the text"),
-        pytest.raises(InputError, match=r"another process is preparing the text and has shown no sign of life"),
+        pytest.raises(
+            InputError, match=r"another process is preparing the text and has shown no sign of life"
+        ),
         hold_lock(tmp_path / "lock", "the text"),
     ):
         pass
@@ -222,7 +237,9 @@ def test_an_epoch_trains_on_every_token_once(tmp_path: Path) -> None:
     tokens, seq_len = corpus.texts[0].train[:], 8
     num_windows = (len(tokens) - 1) // seq_len
     batches = IslandBatches(corpus, seq_len, 0, 1, 1)
-    read = Counter(tuple(batches.micro_batches(step, 0, 1, 1)[0][0].tolist()) for step in range(num_windows))
+    read = Counter(
+        tuple(batches.micro_batches(step, 0, 1, 1)[0][0].tolist()) for step in range(num_windows)
+    )
     starts = range(0, num_windows * seq_len, seq_len)
     assert read == Counter(tuple(tokens[start : start + seq_len + 1].tolist()) for start in starts)
 
@@ -240,7 +257,9 @@ def test_the_document_mask_parts_documents_where_the_index_does(tmp_path: Path) 
         assert np.array_equal(packing.sequences_BT[0], by_index - by_index[0])
 
 
-@pytest.mark.parametrize("content", ["{}", '{"num_read": 1, "more": 2}', '{"num_read": -1}', "[", '{"num_read": "1"}'])
+@pytest.mark.parametrize(
+    "content", ["{}", '{"num_read": 1, "more": 2}', '{"num_read": -1}', "[", '{"num_read": "1"}']
+)
 def test_a_damaged_shard_is_named(tmp_path: Path, content: str) -> None:
     write_texts(tmp_path / "data")
     config = config_of(tmp_path / "data")

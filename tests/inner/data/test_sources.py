@@ -55,7 +55,9 @@ def test_a_glob_names_matches_relative_to_its_literal_part(tmp_path: Path) -> No
     assert found == {"x/one.txt": "x/one.txt", "y/one.txt": "y/one.txt"}
 
 
-def test_files_that_are_no_text_are_reported_once_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_are_no_text_are_reported_once_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "b.md").write_text("b")
     for name in ("a.png", "c.png", "d.png"):
         (tmp_path / name).write_bytes(b"\xff\xd8")
@@ -97,7 +99,9 @@ def test_a_dataset_is_read_until_max_tokens(tmp_path: Path) -> None:
     folder.mkdir()
     rows = "".join(json.dumps({"text": f"row {i:04}"}) + "\n" for i in range(1000))
     (folder / "train.jsonl").write_text(rows)
-    config = DataConfig(source="huggingface", dataset=str(folder), max_tokens=500, heldout_fraction=0.1)
+    config = DataConfig(
+        source="huggingface", dataset=str(folder), max_tokens=500, heldout_fraction=0.1
+    )
     check_source(config)
     corpus = prepare_corpus(config, tmp_path / "cache")
     assert len(corpus.texts[0].train[:]) == 500
@@ -106,10 +110,16 @@ def test_a_dataset_is_read_until_max_tokens(tmp_path: Path) -> None:
 
 def test_a_command_that_stops_within_a_stream_ends_cleanly(tmp_path: Path) -> None:
     write_parquet(tmp_path / "mine" / "train.parquet", 20000)
-    settings = ["data.source=huggingface", f"data.dataset={tmp_path / 'mine'}", "data.max_tokens=900"]
+    settings = [
+        "data.source=huggingface",
+        f"data.dataset={tmp_path / 'mine'}",
+        "data.max_tokens=900",
+    ]
     command = [sys.executable, "-m", "diloco", "prepare", "configs/quickstart.yaml", *settings]
     command.append(f"island.cache_dir={tmp_path / 'cache'}")
-    subprocess.run(command, check=True, timeout=60, cwd=Path(__file__).parents[3], stdout=subprocess.DEVNULL)
+    subprocess.run(
+        command, check=True, timeout=60, cwd=Path(__file__).parents[3], stdout=subprocess.DEVNULL
+    )
 
 
 def test_missing_paths_are_named(tmp_path: Path) -> None:
@@ -137,10 +147,17 @@ def test_files_without_paths_say_what_to_name() -> None:
 def test_a_missing_text_field_names_the_existing_ones(tmp_path: Path) -> None:
     write_parquet(tmp_path / "p" / "a.parquet", 3, "content")
     (tmp_path / "a.jsonl").write_text('{"content": "x", "url": "y"}')
-    assert "existing fields are: content, url;" in error_of(source="files", paths=[f"{tmp_path}/a.jsonl"])
-    assert "existing fields are: content, score;" in error_of(source="files", paths=[f"{tmp_path}/p"])
+    assert "existing fields are: content, url;" in error_of(
+        source="files", paths=[f"{tmp_path}/a.jsonl"]
+    )
+    assert "existing fields are: content, score;" in error_of(
+        source="files", paths=[f"{tmp_path}/p"]
+    )
     text = error_of(source="huggingface", dataset=f"{tmp_path}/p", max_tokens=9)
-    assert "no field 'text' (data.text_field)" in text and "existing fields are: content, score;" in text
+    assert (
+        "no field 'text' (data.text_field)" in text
+        and "existing fields are: content, score;" in text
+    )
 
 
 def test_a_text_field_without_text_is_named(tmp_path: Path) -> None:
@@ -167,7 +184,9 @@ def test_a_parquet_file_that_is_cut_off_or_damaged_is_named(tmp_path: Path) -> N
     (tmp_path / "whole.parquet").unlink()
     for size in (0, 4, len(whole) // 2, len(whole) - 1):
         (tmp_path / "a.parquet").write_bytes(whole[:size])
-        assert "a.parquet: cannot be read as Parquet" in error_of(source="files", paths=[str(tmp_path)])
+        assert "a.parquet: cannot be read as Parquet" in error_of(
+            source="files", paths=[str(tmp_path)]
+        )
     (tmp_path / "a.parquet").write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
     assert "a.parquet: cannot be read as Parquet" in error_of(source="files", paths=[str(tmp_path)])
 
@@ -181,7 +200,9 @@ def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
 
 def test_an_unknown_split_names_the_existing_ones(tmp_path: Path) -> None:
     write_parquet(tmp_path / "mine" / "train.parquet", 3)
-    text = error_of(source="huggingface", dataset=str(tmp_path / "mine"), split="test", max_tokens=9)
+    text = error_of(
+        source="huggingface", dataset=str(tmp_path / "mine"), split="test", max_tokens=9
+    )
     assert "split 'test'" in text and "['train']" in text
 
 

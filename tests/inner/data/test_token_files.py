@@ -1,4 +1,6 @@
-"""Token files of other programs: read as they are, cut at a document, refused when they are damaged."""
+"""Token files of other programs: read as they are, cut at a document, refused when they are
+damaged.
+"""
 
 import re
 from collections.abc import Callable
@@ -26,12 +28,19 @@ WRITERS: list[Callable[..., Path]] = [write_megatron, write_datatrove, write_olm
 
 
 def tokens_config(*paths: Path, **changes: object) -> DataConfig:
-    values = {"source": "tokens", "paths": [str(path) for path in paths], "heldout_fraction": 0.2, "seq_len": 16}
+    values = {
+        "source": "tokens",
+        "paths": [str(path) for path in paths],
+        "heldout_fraction": 0.2,
+        "seq_len": 16,
+    }
     return DataConfig.model_validate(values | changes)
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_every_id_is_in_one_of_the_two_splits_in_order(tmp_path: Path, write: Callable[..., Path]) -> None:
+def test_every_id_is_in_one_of_the_two_splits_in_order(
+    tmp_path: Path, write: Callable[..., Path]
+) -> None:
     config = tokens_config(write(tmp_path / "text"))
     check_source(config)
     (text,) = prepare_corpus(config, tmp_path / "cache").texts
@@ -41,7 +50,9 @@ def test_every_id_is_in_one_of_the_two_splits_in_order(tmp_path: Path, write: Ca
 
 
 @pytest.mark.parametrize("write", [write_megatron, write_datatrove])
-def test_what_is_held_out_begins_with_a_document(tmp_path: Path, write: Callable[..., Path]) -> None:
+def test_what_is_held_out_begins_with_a_document(
+    tmp_path: Path, write: Callable[..., Path]
+) -> None:
     (text,) = prepare_corpus(tokens_config(write(tmp_path / "text")), tmp_path).texts
     assert text.train[:][-1] == 257
     held = bytes(token for token in text.heldout[:].tolist() if token < 256)
@@ -65,12 +76,16 @@ def test_several_files_follow_each_other_in_the_order_of_paths(tmp_path: Path) -
 
 
 def test_max_tokens_shortens_what_is_trained_on(tmp_path: Path) -> None:
-    (text,) = prepare_corpus(tokens_config(write_olmo(tmp_path / "text"), max_tokens=100), tmp_path).texts
+    (text,) = prepare_corpus(
+        tokens_config(write_olmo(tmp_path / "text"), max_tokens=100), tmp_path
+    ).texts
     assert text.train[:].tolist() == IDS[:100]
 
 
 def test_a_split_keeps_every_document_end() -> None:
-    tokens = ShardedTokens([np.arange(4), np.arange(4, 7)], ends=[np.array([1, 4]), np.array([2, 3])])
+    tokens = ShardedTokens(
+        [np.arange(4), np.arange(4, 7)], ends=[np.array([1, 4]), np.array([2, 3])]
+    )
     for at in range(8):
         first, rest = tokens.split(at)
         assert [*first[:].tolist(), *rest[:].tolist()] == list(range(7))
@@ -131,14 +146,18 @@ def text_file(folder: Path) -> Path:
         (text_file, "for text set data.source=files"),
     ],
 )
-def test_a_damaged_file_is_refused(tmp_path: Path, damage: Callable[[Path], Path], text: str) -> None:
+def test_a_damaged_file_is_refused(
+    tmp_path: Path, damage: Callable[[Path], Path], text: str
+) -> None:
     with pytest.raises(InputError, match=re.escape(text)):
         check_source(tokens_config(damage(tmp_path)))
 
 
 def test_ids_of_another_tokenizer_are_refused_when_they_are_read(tmp_path: Path) -> None:
     path = write_megatron(tmp_path / "text", [[5, 6, 7, 50256]] * 300)
-    with pytest.raises(InputError, match=r"holds the id 50256, but data\.tokenizer has the ids 0 to 259"):
+    with pytest.raises(
+        InputError, match=r"holds the id 50256, but data\.tokenizer has the ids 0 to 259"
+    ):
         prepare_corpus(tokens_config(path), tmp_path)
 
 
@@ -149,25 +168,32 @@ ROW = np.random.default_rng(0).integers(1, 50_000, 4000)
     (300, "uint16"), (50_257, "uint16"), (50_257, "uint32"), (50_257, "int64"),
     (128_256, "uint32"), (128_256, "int64"), (128_256, "uint16"),
 ])  # fmt: skip
-def test_ids_without_a_header_are_read_with_the_width_that_they_have(tmp_path: Path, vocab_size: int, written: str):
+def test_ids_without_a_header_are_read_with_the_width_that_they_have(
+    tmp_path: Path, vocab_size: int, written: str
+):
     ids = ROW % vocab_size
     ids.astype(written).tofile(tmp_path / "a.npy")
     (file,) = open_token_files([str(tmp_path / "a.npy")], vocab_size)
     assert file.tokens.tolist() == ids.tolist()
 
 
-def test_another_width_than_the_tokenizer_suggests_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_another_width_than_the_tokenizer_suggests_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     ROW.astype("uint32").tofile(tmp_path / "a.npy")
     open_token_files([str(tmp_path)], 50_257)
     assert (
-        "a.npy: its content shows that its ids have 4 bytes, and not 2 as the tokenizer with 50257 ids" in caplog.text
+        "a.npy: its content shows that its ids have 4 bytes, and not 2 as the tokenizer with 50257 "
+        "ids" in caplog.text
     )
 
 
 def test_ids_of_a_larger_tokenizer_are_not_taken_for_narrower_ones(tmp_path: Path):
     ids = np.random.default_rng(0).integers(0, 256_000, 4000)
     ids.astype("uint32").tofile(tmp_path / "a.npy")
-    with pytest.raises(InputError, match=r"holds the id \d+, but data.tokenizer has the ids 0 to 128255"):
+    with pytest.raises(
+        InputError, match=r"holds the id \d+, but data.tokenizer has the ids 0 to 128255"
+    ):
         CheckedTokens(open_token_files([str(tmp_path)], 128_256)[0].tokens, 128_256)[:4000]
 
 

@@ -70,12 +70,19 @@ def test_a_corpus_is_written_with_a_tokenizer_file(tmp_path: Path) -> None:
         (tmp_path / "data" / f"{i}.txt").write_text(f"the quick fox {i}")
     write_tokenizer(tmp_path / "t.json", ["<eos>"])
     config = DataConfig(
-        source="files", paths=[f"{tmp_path}/data"], tokenizer=f"{tmp_path}/t.json", heldout_fraction=0.3
+        source="files",
+        paths=[f"{tmp_path}/data"],
+        tokenizer=f"{tmp_path}/t.json",
+        heldout_fraction=0.3,
     )
     check_source(config)
     corpus = prepare_corpus(config, tmp_path / "cache")
     assert corpus.vocab_size == build_tokenizer(config.tokenizer).vocab_size
-    assert np.count_nonzero(corpus.texts[0].train[:] == 0) + np.count_nonzero(corpus.texts[0].heldout[:] == 0) == 20
+    assert (
+        np.count_nonzero(corpus.texts[0].train[:] == 0)
+        + np.count_nonzero(corpus.texts[0].heldout[:] == 0)
+        == 20
+    )
 
 
 def test_a_changed_tokenizer_file_has_another_fingerprint(tmp_path: Path) -> None:
@@ -100,12 +107,25 @@ def change(path: Path, changes: dict[str, object]) -> str:
 
 
 def padding(strategy: object) -> dict[str, object]:
-    settings = {"direction": "Left", "pad_to_multiple_of": 64, "pad_id": 0, "pad_type_id": 0, "pad_token": "<eos>"}
+    settings = {
+        "direction": "Left",
+        "pad_to_multiple_of": 64,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<eos>",
+    }
     return {"padding": {"strategy": strategy, **settings}}
 
 
 OWN_SETTINGS: dict[str, dict[str, object]] = {
-    "truncation": {"truncation": {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}},
+    "truncation": {
+        "truncation": {
+            "direction": "Left",
+            "max_length": 8,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        }
+    },
     "padding to the longest": padding("BatchLongest"),
     "padding to a length": padding({"Fixed": 4096}),
     "padding to a length that no memory holds": padding({"Fixed": 10**15}),
@@ -114,28 +134,40 @@ OWN_SETTINGS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("changes", OWN_SETTINGS.values(), ids=OWN_SETTINGS.keys())
-def test_ids_are_those_without_the_own_settings_of_a_tokenizer_file(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_ids_are_those_without_the_own_settings_of_a_tokenizer_file(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
     for name in ("plain.json", "own.json"):
         write_tokenizer(tmp_path / name, ["<eos>"])
     plain = build_tokenizer(f"{tmp_path}/plain.json")
     own = build_tokenizer(change(tmp_path / "own.json", changes))
     text = "the quick brown fox " * 50
     assert own.encode(text).tolist() == plain.encode(text).tolist()
-    chat = to_text(parse_messages([{"role": "user", "content": text}, {"role": "assistant", "content": text}], "here"))
+    chat = to_text(
+        parse_messages(
+            [{"role": "user", "content": text}, {"role": "assistant", "content": text}], "here"
+        )
+    )
     expected = encode_conversation(plain, chat, "chatml").tolist()
     assert encode_conversation(own, chat, "chatml").tolist() == expected
 
 
 PANICS: dict[str, dict[str, object]] = {
     "when it is loaded": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-    "when it encodes": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}},
+    "when it encodes": {
+        "normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}
+    },
     "when a word is cut": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-    "when a token is unknown": {"model": {"type": "Unigram", "unk_id": None, "vocab": [["<eos>", 0.0]]}},
+    "when a token is unknown": {
+        "model": {"type": "Unigram", "unk_id": None, "vocab": [["<eos>", 0.0]]}
+    },
 }
 
 
 @pytest.mark.parametrize("changes", PANICS.values(), ids=PANICS.keys())
-def test_a_tokenizer_file_with_which_the_library_panics_is_named(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_a_tokenizer_file_with_which_the_library_panics_is_named(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
     write_tokenizer(tmp_path / "t.json", ["<eos>"])
     path = change(tmp_path / "t.json", changes)
     with pytest.raises(InputError, match=r"data.tokenizer: '.*t.json' (is not a|cannot encode)"):
@@ -162,5 +194,8 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
 def test_a_tokenizer_that_the_hub_cannot_give_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing listens on this port, so no name is looked up and nothing leaves the machine.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(InputError, match=r"model 'some/tokenizer' cannot be reached on the Hugging Face hub: .*bytes"):
+    with pytest.raises(
+        InputError,
+        match=r"model 'some/tokenizer' cannot be reached on the Hugging Face hub: .*bytes",
+    ):
         check_source(DataConfig(tokenizer="some/tokenizer"))

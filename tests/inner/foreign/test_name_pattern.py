@@ -16,18 +16,42 @@ NAME = "layers.10.attention.q_proj.weight"
 MANY = settings(derandomize=True, max_examples=150, deadline=None, database=None)
 
 atoms = st.sampled_from(
-    ["a", "b", ".", r"\.", r"\d", r"\w", r"\W", r"\D", r"\s", r"\S", "[ab]", "[^a]", "[a-c_]", r"[^\d.]", "1", "_", ""]
+    [
+        "a",
+        "b",
+        ".",
+        r"\.",
+        r"\d",
+        r"\w",
+        r"\W",
+        r"\D",
+        r"\s",
+        r"\S",
+        "[ab]",
+        "[^a]",
+        "[a-c_]",
+        r"[^\d.]",
+        "1",
+        "_",
+        "",
+    ]
 )
-edges = st.sampled_from(["^", "$", r"\b", r"\B", r"\A", r"\Z", "(?=a)", "(?!b)", "(?<=a.)", "(?<!b)"])
+edges = st.sampled_from(
+    ["^", "$", r"\b", r"\B", r"\A", r"\Z", "(?=a)", "(?!b)", "(?<=a.)", "(?<!b)"]
+)
 repeats = st.sampled_from(["", "", "*", "+", "?", "{2}", "{1,3}", "*?", "+?", "{2,}"])
 
 
 def longer(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     joined = st.lists(inner, min_size=1, max_size=3).map("".join)
-    return joined | st.tuples(joined, joined, repeats).map(lambda three: f"({three[0]}|{three[1]}){three[2]}")
+    return joined | st.tuples(joined, joined, repeats).map(
+        lambda three: f"({three[0]}|{three[1]}){three[2]}"
+    )
 
 
-patterns = st.recursive(atoms | edges | st.tuples(atoms.filter(bool), repeats).map("".join), longer, max_leaves=8)
+patterns = st.recursive(
+    atoms | edges | st.tuples(atoms.filter(bool), repeats).map("".join), longer, max_leaves=8
+)
 
 
 @MANY

@@ -36,11 +36,18 @@ def folder(tmp_path) -> Path:
 
 
 def rewrite(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Replaces tensors of the folder, by Hugging Face's names with `__` for dots; None takes one away."""
+    """Replaces tensors of the folder, by Hugging Face's names with `__` for dots; None takes one
+    away.
+    """
     values = load_file(folder / "model.safetensors")
-    values |= {name.replace("__", "."): tensor for name, tensor in tensors.items() if tensor is not None}
+    values |= {
+        name.replace("__", "."): tensor for name, tensor in tensors.items() if tensor is not None
+    }
     gone = {name.replace("__", ".") for name, tensor in tensors.items() if tensor is None}
-    save_file({name: tensor for name, tensor in values.items() if name not in gone}, folder / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in values.items() if name not in gone},
+        folder / "model.safetensors",
+    )
 
 
 def error_of(folder: Path) -> str:
@@ -50,8 +57,14 @@ def error_of(folder: Path) -> str:
 
 
 def test_tensors_have_the_names_that_transformers_gives_them(folder):
-    layer = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{part}_proj" for part in ("gate", "up", "down"))]
-    layer += [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    layer = [
+        "input_layernorm",
+        "post_attention_layernorm",
+        *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    ]
+    layer += [
+        f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    ]
     names = [f"model.layers.{number}.{part}.weight" for number in range(2) for part in layer]
     names += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     assert sorted(load_file(folder / "model.safetensors")) == sorted(names)
@@ -66,27 +79,37 @@ def test_what_is_read_and_written_again_has_the_same_bytes(tmp_path, shard_bytes
     save_model(again, Export(BYTE_SIZES, 32, "bytes", shard_bytes=shard_bytes), tmp_path / "second")
     names = sorted(path.name for path in first.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "second").iterdir())
-    assert all((first / name).read_bytes() == (tmp_path / "second" / name).read_bytes() for name in names)
+    assert all(
+        (first / name).read_bytes() == (tmp_path / "second" / name).read_bytes() for name in names
+    )
 
 
 def test_bfloat16_is_the_nearest_and_survives_the_way_back(tmp_path):
     model = spread_model()
     folder = write_folder(tmp_path / "out", model, "bfloat16")
     read = read_whole(folder, param_specs(BYTE_SIZES), BYTE_SIZES)
-    assert all(torch.equal(read[name], tensor.bfloat16().float()) for name, tensor in tensors_of(model).items())
+    assert all(
+        torch.equal(read[name], tensor.bfloat16().float())
+        for name, tensor in tensors_of(model).items()
+    )
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     save_model(read, Export(BYTE_SIZES, 32, "bytes", "bfloat16"), tmp_path / "again")
     assert weights_sha256(tmp_path / "again") == weights_sha256(folder)
 
 
 def test_the_hash_is_that_of_the_files_one_after_the_other(tmp_path, folder):
-    assert weights_sha256(folder) == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert (
+        weights_sha256(folder)
+        == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    )
     parts = write_folder(tmp_path / "parts", spread_model(), shard_bytes=20_000)
     together = b"".join(path.read_bytes() for path in sorted(parts.glob("model-*.safetensors")))
     assert weights_sha256(parts) == hashlib.sha256(together).hexdigest()
 
 
-def begin_on_a_rank(rank: int, folder: Path, degrees: Degrees, tied: bool) -> dict[str, torch.Tensor]:
+def begin_on_a_rank(
+    rank: int, folder: Path, degrees: Degrees, tied: bool
+) -> dict[str, torch.Tensor]:
     trainer = build_trainer(degrees, sizes=TIED if tied else SIZES, init_from=folder)
     return whole_model(trainer.params)[0]
 
@@ -105,13 +128,22 @@ def test_a_mesh_begins_with_the_folders_weights(tmp_path, degrees, tied):
     folder = write_folder(tmp_path / "out", model)
     for found in run_ranks(begin_on_a_rank, 2, folder, degrees, tied):
         assert found.keys() == tensors_of(model).keys()
-        assert all(torch.equal(found[name], tensor.view_as(found[name])) for name, tensor in tensors_of(model).items())
+        assert all(
+            torch.equal(found[name], tensor.view_as(found[name]))
+            for name, tensor in tensors_of(model).items()
+        )
 
 
 def test_a_slice_is_read_without_the_rest_of_its_tensor(tmp_path):
     rows, dim = 1 << 25, 16
     header = json.dumps(
-        {"lm_head.weight": {"dtype": "F32", "shape": [rows, dim], "data_offsets": [0, rows * dim * 4]}}
+        {
+            "lm_head.weight": {
+                "dtype": "F32",
+                "shape": [rows, dim],
+                "data_offsets": [0, rows * dim * 4],
+            }
+        }
     ).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
@@ -120,7 +152,9 @@ def test_a_slice_is_read_without_the_rest_of_its_tensor(tmp_path):
         file.write(struct.pack(f"<{2 * dim}f", *range(2 * dim)))
     reset_peak()
     before = read_status("VmHWM")
-    with open_weights(tmp_path, [ParamSpec("head.weight", (rows, dim))], layout_of_export(BYTE_SIZES)) as stored:
+    with open_weights(
+        tmp_path, [ParamSpec("head.weight", (rows, dim))], layout_of_export(BYTE_SIZES)
+    ) as stored:
         last = stored.read("head.weight", (rows - 1, rows), (3, 5))
     assert last.tolist() == [[19.0, 20.0]]
     assert read_status("VmHWM") - before < 1 << 28
@@ -143,7 +177,9 @@ def test_missing_strange_and_misshapen_tensors_are_named_in_one_error(folder):
 
 def test_a_table_that_follows_from_the_config_may_be_there(folder):
     rewrite(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
-    assert len(read_whole(folder, param_specs(BYTE_SIZES), BYTE_SIZES)) == len(param_specs(BYTE_SIZES))
+    assert len(read_whole(folder, param_specs(BYTE_SIZES), BYTE_SIZES)) == len(
+        param_specs(BYTE_SIZES)
+    )
 
 
 def test_values_that_are_not_finite_are_refused_by_name(folder):
@@ -164,7 +200,10 @@ def test_weights_in_other_files_are_not_read(folder):
 
 def test_an_index_names_files_beside_it_that_are_there(folder):
     index = folder / "model.safetensors.index.json"
-    for name, words in (("../model.safetensors", "not the name of a file"), ("other.safetensors", "that are missing")):
+    for name, words in (
+        ("../model.safetensors", "not the name of a file"),
+        ("other.safetensors", "that are missing"),
+    ):
         index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
         with pytest.raises(InputError, match=words):
             weights_files(folder)
@@ -176,7 +215,12 @@ SLIDES = {"use_sliding_window": True, "max_window_layers": 0}
 @pytest.mark.parametrize(
     "values",
     [
-        {"attention_bias": None, "mlp_bias": None, "quantization_config": None, "partial_rotary_factor": None},
+        {
+            "attention_bias": None,
+            "mlp_bias": None,
+            "quantization_config": None,
+            "partial_rotary_factor": None,
+        },
         {"hidden_act": "swish"},
         {"hidden_act": None},
         {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": None}},
@@ -196,17 +240,30 @@ def test_settings_that_change_nothing_are_read(folder, values: dict[str, Any]):
     [
         ({**SLIDES, "sliding_window": 16}, WindowConfig(size=16)),
         (
-            {**SLIDES, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
+            {
+                **SLIDES,
+                "sliding_window": 16,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
             WindowConfig(size=16, first_layer=1),
         ),
         (
-            {**SLIDES, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+            {
+                **SLIDES,
+                "sliding_window": 16,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
             WindowConfig(size=16, full_every=2),
         ),
-        ({"model_type": "mistral", "sliding_window": ..., "use_sliding_window": ...}, WindowConfig(size=4096)),
+        (
+            {"model_type": "mistral", "sliding_window": ..., "use_sliding_window": ...},
+            WindowConfig(size=4096),
+        ),
     ],
 )
-def test_a_sliding_window_is_read_with_its_layers(folder, values: dict[str, Any], window: WindowConfig):
+def test_a_sliding_window_is_read_with_its_layers(
+    folder, values: dict[str, Any], window: WindowConfig
+):
     change_config(folder, **values)
     assert resolve_sizes(read_model_config(folder), 260).decoder == DecoderConfig(window=window)
 
@@ -222,7 +279,10 @@ def test_a_tied_model_may_have_a_copy_of_its_embedding_as_head(tmp_path):
     changed[-1, -1] += 1
     for head in (changed, embedding.bfloat16(), embedding[:-1].clone()):
         rewrite(folder, lm_head__weight=head)
-        with pytest.raises(InputError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but tie_word"):
+        with pytest.raises(
+            InputError,
+            match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but tie_word",
+        ):
             read_whole(folder, specs, sizes)
 
 
@@ -232,18 +292,36 @@ def test_a_tied_model_may_have_a_copy_of_its_embedding_as_head(tmp_path):
         ({"model_type": "gpt2"}, "n_embd is missing"),
         ({"model_type": "bloom"}, "model_type is 'bloom'; allowed: llama, mistral, qwen2, qwen3"),
         ({"model_type": "qwen2_moe"}, "model_type is 'qwen2_moe'"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "rope_type 'longrope'; allowed: default, linear"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs low_freq_factor, high_freq_factor"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}},
+            "rope_type 'longrope'; allowed: default, linear",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "llama3 needs low_freq_factor, high_freq_factor",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: Field required"),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor: Input should be greater"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0.5}},
+            "rope_scaling.factor: Input should be greater",
+        ),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
             "rope_scaling has truncate False",
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "does not use low_freq_factor"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}},
+            "does not use low_freq_factor",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
-        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has 'sliding_attention'",
+        ),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
         ({**SLIDES, "sliding_window": "wide"}, "sliding_window is 'wide'"),
@@ -266,7 +344,9 @@ def test_what_this_model_does_not_compute_is_refused(folder, values: dict[str, A
 
 def test_a_config_gives_every_size(folder):
     assert resolve_sizes(read_model_config(folder), 260) == BYTE_SIZES
-    change_config(folder, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    change_config(
+        folder, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 77.0}
+    )
     assert resolve_sizes(read_model_config(folder), 260) == replace(BYTE_SIZES, rope_theta=77.0)
 
 
@@ -280,7 +360,9 @@ def test_heads_may_have_a_size_of_their_own(folder):
 def test_the_length_in_pre_training_is_that_of_the_config_unless_the_scaling_says_it(folder):
     for rope_type, given, expected in (("yarn", 16, 16), ("yarn", ..., 32), ("dynamic", 16, 32)):
         scaling = {"rope_type": rope_type, "factor": 2.0, "original_max_position_embeddings": given}
-        change_config(folder, rope_scaling={key: value for key, value in scaling.items() if value is not ...})
+        change_config(
+            folder, rope_scaling={key: value for key, value in scaling.items() if value is not ...}
+        )
         found = read_model_config(folder).rope_scaling
         assert found is not None and found.original_length == expected
 
@@ -312,6 +394,11 @@ def test_an_export_replaces_another_only_when_told_and_nothing_else_ever(folder)
 def test_an_export_that_fails_leaves_what_was_there_and_nothing_of_its_own(folder):
     before = weights_sha256(folder)
     with pytest.raises(InputError, match=r"nowhere\.json"):
-        save_model(tensors_of(spread_model(seed=4)), Export(BYTE_SIZES, 32, "nowhere.json"), folder, overwrite=True)
+        save_model(
+            tensors_of(spread_model(seed=4)),
+            Export(BYTE_SIZES, 32, "nowhere.json"),
+            folder,
+            overwrite=True,
+        )
     assert weights_sha256(folder) == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]

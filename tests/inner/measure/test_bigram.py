@@ -11,7 +11,8 @@ from inner.measure.bigram import bigram_loss
 
 def test_a_known_chain_costs_its_entropy() -> None:
     rng = np.random.default_rng(0)
-    # 0 is followed by 1, and 1 by 0 or 1 with equal probability, so two thirds of the steps cost log 2.
+    # 0 is followed by 1, and 1 by 0 or 1 with equal probability, so two thirds of the steps cost
+    # log 2.
     coins = rng.integers(0, 2, size=200_000)
     tokens = np.zeros(200_000, dtype=np.uint16)
     for i in range(1, len(tokens)):
@@ -21,7 +22,9 @@ def test_a_known_chain_costs_its_entropy() -> None:
 
 
 def test_unseen_pairs_cost_a_finite_loss() -> None:
-    loss = bigram_loss(np.array([0, 1, 0, 1], dtype=np.uint16), np.array([2, 3, 2], dtype=np.uint16), 4)
+    loss = bigram_loss(
+        np.array([0, 1, 0, 1], dtype=np.uint16), np.array([2, 3, 2], dtype=np.uint16), 4
+    )
     assert loss == pytest.approx(math.log(4))
 
 

@@ -30,7 +30,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def _operations(rank: int) -> dict[str, list[TrafficRow]]:
-    """Rows counted for each operation on 100 fp32 numbers; ranks 0 1 | 2 3 are the rows of a mesh."""
+    """Rows counted for each operation on 100 fp32 numbers; ranks 0 1 | 2 3 are the rows of a
+    mesh.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("column", "row"))
     groups = {axis: mesh[axis].get_group() for axis in ("column", "row")}
     given, peer = torch.ones(100), (rank + 2) % 4
@@ -44,23 +46,33 @@ def _operations(rank: int) -> dict[str, list[TrafficRow]]:
             work.wait()
 
     def redistribute() -> None:
-        sharded = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Replicate()], src_data_rank=None)
+        sharded = distribute_tensor(
+            torch.ones(8, 8), mesh, [Shard(0), Replicate()], src_data_rank=None
+        )
         (sharded.t() @ sharded).redistribute(mesh, [Replicate(), Replicate()])
 
-    compiled = torch.compile(lambda x: funcol.wait_tensor(funcol.all_reduce(2 * x, "sum", group)), backend="aot_eager")
+    compiled = torch.compile(
+        lambda x: funcol.wait_tensor(funcol.all_reduce(2 * x, "sum", group)), backend="aot_eager"
+    )
     calls = {
-        "all_gather": lambda: dist.all_gather([torch.empty(100) for _ in range(2)], given, group=group),
+        "all_gather": lambda: dist.all_gather(
+            [torch.empty(100) for _ in range(2)], given, group=group
+        ),
         "all_gather_single": lambda: dist.all_gather_single(torch.empty(200), given, group=group),
         "all_reduce": lambda: dist.all_reduce(given.clone(), group=group),
         "reduce_scatter": lambda: dist.reduce_scatter_single(torch.empty(50), given, group=group),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty(100), given, group=group),
-        "functional all_gather": lambda: funcol.wait_tensor(funcol.all_gather_single(given, 0, group)),
+        "functional all_gather": lambda: funcol.wait_tensor(
+            funcol.all_gather_single(given, 0, group)
+        ),
         "broadcast": lambda: dist.broadcast(given, group_src=0, group=group),
         "send and receive": exchange,
         "DTensor": redistribute,
         "compiled": lambda: compiled(given),
         "few bytes": lambda: dist.all_reduce(torch.zeros(2), group=group),
-        "alone": lambda: dist.all_reduce(given.clone(), group=dist.new_group([rank], use_local_synchronization=True)),
+        "alone": lambda: dist.all_reduce(
+            given.clone(), group=dist.new_group([rank], use_local_synchronization=True)
+        ),
         "barrier": lambda: dist.barrier(group),
     }
     rows = {}
@@ -74,7 +86,9 @@ def _operations(rank: int) -> dict[str, list[TrafficRow]]:
 
 
 class _Deep(torch.autograd.Function):
-    """Nested backwards: beyond 60 of them autograd continues in another thread, as it does for a CUDA device."""
+    """Nested backwards: beyond 60 of them autograd continues in another thread, as it does for a
+    CUDA device.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, depth: int, group: Any, thread: int) -> torch.Tensor:
@@ -86,7 +100,9 @@ class _Deep(torch.autograd.Function):
         depth, group, thread = ctx.rest
         if depth:
             with torch.enable_grad():
-                inner = _Deep.apply(torch.ones(3, requires_grad=True), depth - 1, group, thread).sum()
+                inner = _Deep.apply(
+                    torch.ones(3, requires_grad=True), depth - 1, group, thread
+                ).sum()
             inner.backward()
         else:
             assert threading.get_ident() != thread, "go deeper"
@@ -136,16 +152,23 @@ def test_what_sends_nothing_is_not_counted(operations, name):
 def test_a_collective_in_another_thread_of_autograd_is_counted():
     # A fresh interpreter, because autograd's threads do not survive a fork.
     code = (
-        "from tests.harness import run_ranks; from tests.inner.measure.test_comm_counter import deep_on_a_rank; "
+        "from tests.harness import run_ranks; from tests.inner.measure.test_comm_counter import "
+        "deep_on_a_rank; "
         "print(run_ranks(deep_on_a_rank, 2))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.stdout.count("Row(axis='all', op='all_reduce', calls=1, sent_bytes=400)") == 2, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT
+    )
+    assert done.stdout.count("Row(axis='all', op='all_reduce', calls=1, sent_bytes=400)") == 2, (
+        done.stderr
+    )
 
 
 # A step against the formula
 
-SIZES = ModelSizes(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
+SIZES = ModelSizes(
+    dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True
+)
 TIED = replace(SIZES, tie_embeddings=True)
 WIDE = replace(SIZES, dim=512, ffn_dim=1600, num_heads=8, num_kv_heads=4)
 BIASED = replace(SIZES, qk_norm=False, qkv_bias=True, own_head_dim=12)
@@ -157,14 +180,32 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
     "ring, wide heads": (Degrees(cp=2, tp=2), ParallelConfig(), BIASED, "float32", 1),
     "FSDP in bfloat16, tied": (Degrees(dp_shard=4), ParallelConfig(), TIED, "bfloat16", 1),
     "ZeRO-1": (Degrees(dp_shard=2), ParallelConfig(zero=1), SIZES, "bfloat16", 3),
-    "FSDP, whole gradients": (Degrees(dp_shard=2), ParallelConfig(accumulate="whole"), SIZES, "bfloat16", 3),
+    "FSDP, whole gradients": (
+        Degrees(dp_shard=2),
+        ParallelConfig(accumulate="whole"),
+        SIZES,
+        "bfloat16",
+        3,
+    ),
     "ZeRO-2": (Degrees(dp_shard=2), ParallelConfig(zero=2), SIZES, "float32", 2),
     "replicas": (Degrees(dp_replicate=2), ParallelConfig(), SIZES, "float32", 2),
     "replicas, FSDP": (Degrees(dp_replicate=2), ParallelConfig(zero=2), SIZES, "float32", 2),
-    "replicas, many buckets": (Degrees(dp_replicate=2), ParallelConfig(zero=0), WIDE, "bfloat16", 2),
+    "replicas, many buckets": (
+        Degrees(dp_replicate=2),
+        ParallelConfig(zero=0),
+        WIDE,
+        "bfloat16",
+        2,
+    ),
     "replicas, ring, tied": (Degrees(dp_replicate=2, cp=2), ParallelConfig(), TIED, "float32", 1),
     "replicas, ring, Muon": (Degrees(dp_replicate=2, cp=2), ParallelConfig(), SIZES, "float32", 1),
-    "replicas, tensor, Muon": (Degrees(dp_replicate=2, tp=2), ParallelConfig(), SIZES, "float32", 1),
+    "replicas, tensor, Muon": (
+        Degrees(dp_replicate=2, tp=2),
+        ParallelConfig(),
+        SIZES,
+        "float32",
+        1,
+    ),
     "ring, FSDP": (Degrees(cp=2, tp=2), ParallelConfig(zero=3), SIZES, "bfloat16", 2),
     "zero bubble, replicas, tied": (
         Degrees(pp=2, dp_replicate=2),
@@ -182,8 +223,20 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
         2,
     ),
     "tensor parallel": (Degrees(tp=2), ParallelConfig(), SIZES, "float32", 2),
-    "tensor without sequence parallel": (Degrees(tp=2), ParallelConfig(sequence_parallel=False), SIZES, "float32", 2),
-    "tensor parallel, blocks repeated": (Degrees(tp=2), ParallelConfig(recompute="full"), SIZES, "float32", 1),
+    "tensor without sequence parallel": (
+        Degrees(tp=2),
+        ParallelConfig(sequence_parallel=False),
+        SIZES,
+        "float32",
+        2,
+    ),
+    "tensor parallel, blocks repeated": (
+        Degrees(tp=2),
+        ParallelConfig(recompute="full"),
+        SIZES,
+        "float32",
+        1,
+    ),
     "more ranks than key-value heads": (Degrees(tp=4), ParallelConfig(), SIZES, "float32", 1),
     "loss in chunks": (Degrees(tp=2), ParallelConfig(loss_chunk=24), SIZES, "float32", 1),
     "FSDP and tensor": (Degrees(dp_shard=2, tp=2), ParallelConfig(), TIED, "bfloat16", 2),
@@ -196,7 +249,13 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
     ),
     "1F1B": (Degrees(pp=2), ParallelConfig(), SIZES, "float32", 4),
     "1F1B, FSDP, tied": (Degrees(pp=2, dp_shard=2), ParallelConfig(), TIED, "float32", 4),
-    "1F1B, HSDP": (Degrees(pp=2, dp_replicate=2, dp_shard=2), ParallelConfig(), SIZES, "float32", 3),
+    "1F1B, HSDP": (
+        Degrees(pp=2, dp_replicate=2, dp_shard=2),
+        ParallelConfig(),
+        SIZES,
+        "float32",
+        3,
+    ),
     "1F1B, FSDP, whole gradients": (
         Degrees(pp=2, dp_shard=2),
         ParallelConfig(accumulate="whole"),
@@ -219,9 +278,21 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
         "float32",
         4,
     ),
-    "zero bubble, tied": (Degrees(pp=2, dp_shard=2), ParallelConfig(schedule="zbv"), TIED, "float32", 4),
+    "zero bubble, tied": (
+        Degrees(pp=2, dp_shard=2),
+        ParallelConfig(schedule="zbv"),
+        TIED,
+        "float32",
+        4,
+    ),
     "ring": (Degrees(cp=2, tp=2), ParallelConfig(), SIZES, "bfloat16", 2),
-    "keys gathered": (Degrees(cp=2, tp=2), ParallelConfig(context="all_gather"), SIZES, "float32", 1),
+    "keys gathered": (
+        Degrees(cp=2, tp=2),
+        ParallelConfig(context="all_gather"),
+        SIZES,
+        "float32",
+        1,
+    ),
     "heads traded": (
         Degrees(cp=2, dp_shard=2),
         ParallelConfig(context="ulysses", recompute="selective"),
@@ -246,7 +317,13 @@ CASES |= {
     ),
     "experts, ZeRO-2": (Degrees(dp_shard=2), ParallelConfig(zero=2), MIXTURE, "bfloat16", 2),
     "experts, replicas": (Degrees(dp_replicate=2), ParallelConfig(), MIXTURE, "bfloat16", 2),
-    "experts, HSDP": (Degrees(dp_replicate=2, dp_shard=2), ParallelConfig(), MIXTURE, "bfloat16", 2),
+    "experts, HSDP": (
+        Degrees(dp_replicate=2, dp_shard=2),
+        ParallelConfig(),
+        MIXTURE,
+        "bfloat16",
+        2,
+    ),
     "experts, ring, loads of sequences": (
         Degrees(cp=2, dp_shard=2),
         ParallelConfig(recompute="full"),
@@ -254,13 +331,43 @@ CASES |= {
         "float32",
         2,
     ),
-    "experts, heads traded": (Degrees(cp=2, dp_shard=2), ParallelConfig(context="ulysses"), LATENT, "bfloat16", 1),
+    "experts, heads traded": (
+        Degrees(cp=2, dp_shard=2),
+        ParallelConfig(context="ulysses"),
+        LATENT,
+        "bfloat16",
+        1,
+    ),
     "experts, 1F1B": (Degrees(pp=2), ParallelConfig(), MIXTURE, "float32", 4),
-    "experts, 1F1B, ZeRO-3": (Degrees(pp=2, dp_shard=2), ParallelConfig(zero=3), MIXTURE, "bfloat16", 4),
-    "experts, zero bubble": (Degrees(pp=2, dp_shard=2), ParallelConfig(schedule="zbv"), LATENT, "bfloat16", 4),
+    "experts, 1F1B, ZeRO-3": (
+        Degrees(pp=2, dp_shard=2),
+        ParallelConfig(zero=3),
+        MIXTURE,
+        "bfloat16",
+        4,
+    ),
+    "experts, zero bubble": (
+        Degrees(pp=2, dp_shard=2),
+        ParallelConfig(schedule="zbv"),
+        LATENT,
+        "bfloat16",
+        4,
+    ),
     "experts, Muon": (Degrees(dp_shard=4), ParallelConfig(), MIXTURE, "bfloat16", 2),
-    "experts, HSDP, Muon": (Degrees(dp_replicate=2, dp_shard=2), ParallelConfig(), LATENT, "float32", 1),
-    "latent attention, tensor parallel": (Degrees(tp=2), ParallelConfig(), LATENT_ALONE, "float32", 2),
+    "experts, HSDP, Muon": (
+        Degrees(dp_replicate=2, dp_shard=2),
+        ParallelConfig(),
+        LATENT,
+        "float32",
+        1,
+    ),
+    "latent attention, tensor parallel": (
+        Degrees(tp=2),
+        ParallelConfig(),
+        LATENT_ALONE,
+        "float32",
+        2,
+    ),
     "latent attention, tensor without sequence parallel": (
         Degrees(tp=2),
         ParallelConfig(sequence_parallel=False),
@@ -268,19 +375,55 @@ CASES |= {
         "float32",
         2,
     ),
-    "latent attention, ring and tensor": (Degrees(cp=2, tp=2), ParallelConfig(), LATENT_ALONE, "bfloat16", 2),
-    "latent attention, tensor, Muon": (Degrees(dp_shard=2, tp=2), ParallelConfig(), LATENT_ALONE, "float32", 2),
+    "latent attention, ring and tensor": (
+        Degrees(cp=2, tp=2),
+        ParallelConfig(),
+        LATENT_ALONE,
+        "bfloat16",
+        2,
+    ),
+    "latent attention, tensor, Muon": (
+        Degrees(dp_shard=2, tp=2),
+        ParallelConfig(),
+        LATENT_ALONE,
+        "float32",
+        2,
+    ),
 }
 NO_SPLIT = ParallelConfig(sequence_parallel=False, recompute="full")
 FAMILIES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
-    "normed outputs, tensor parallel": (Degrees(tp=2), ParallelConfig(recompute="full"), GEMMA, "float32", 1),
-    "normed outputs, tensor without sequence parallel": (Degrees(tp=2), NO_SPLIT, GEMMA, "float32", 1),
+    "normed outputs, tensor parallel": (
+        Degrees(tp=2),
+        ParallelConfig(recompute="full"),
+        GEMMA,
+        "float32",
+        1,
+    ),
+    "normed outputs, tensor without sequence parallel": (
+        Degrees(tp=2),
+        NO_SPLIT,
+        GEMMA,
+        "float32",
+        1,
+    ),
     "windows, ring": (Degrees(cp=2), ParallelConfig(), GEMMA, "float32", 2),
     "learned positions, FSDP": (Degrees(dp_shard=2), ParallelConfig(), GPT2, "bfloat16", 2),
     "learned positions, replicas": (Degrees(dp_replicate=2), ParallelConfig(), GPT2, "float32", 2),
     "learned positions, tensor parallel": (Degrees(tp=2), ParallelConfig(), GPT2, "float32", 2),
-    "biases of outputs, tensor without sequence parallel": (Degrees(tp=2), NO_SPLIT, GPT2, "float32", 1),
-    "parallel blocks, tensor parallel": (Degrees(tp=2), ParallelConfig(recompute="full"), NEOX, "float32", 1),
+    "biases of outputs, tensor without sequence parallel": (
+        Degrees(tp=2),
+        NO_SPLIT,
+        GPT2,
+        "float32",
+        1,
+    ),
+    "parallel blocks, tensor parallel": (
+        Degrees(tp=2),
+        ParallelConfig(recompute="full"),
+        NEOX,
+        "float32",
+        1,
+    ),
 }
 CASES |= FAMILIES
 DEPTHS = replace(SIZES, predict=PredictConfig(depths=2))
@@ -311,7 +454,13 @@ CASES |= {
         "bfloat16",
         2,
     ),
-    "extra depths, zero bubble": (Degrees(pp=2, dp_shard=2), ParallelConfig(schedule="zbv"), DEPTHS, "float32", 4),
+    "extra depths, zero bubble": (
+        Degrees(pp=2, dp_shard=2),
+        ParallelConfig(schedule="zbv"),
+        DEPTHS,
+        "float32",
+        4,
+    ),
 }
 SLOW = [
     *FAMILIES,
@@ -343,13 +492,22 @@ SLOW = [
 """What each of them has is in other cases, too."""
 
 
-def _step(rank: int, cases: dict[str, Any]) -> dict[str, tuple[int, list[TrafficRow], list[TrafficRow]]]:
-    """By case: the rank's coordinate on pp, the rows counted in its second step, and the expected rows."""
+def _step(
+    rank: int, cases: dict[str, Any]
+) -> dict[str, tuple[int, list[TrafficRow], list[TrafficRow]]]:
+    """By case: the rank's coordinate on pp, the rows counted in its second step, and the expected
+    rows.
+    """
     return {name: _traffic(name, *case) for name, case in cases.items()}
 
 
 def _traffic(
-    name: str, degrees: Degrees, parallel: ParallelConfig, sizes: ModelSizes, dtype: str, num_micro_batches: int
+    name: str,
+    degrees: Degrees,
+    parallel: ParallelConfig,
+    sizes: ModelSizes,
+    dtype: str,
+    num_micro_batches: int,
 ) -> tuple[int, list[TrafficRow], list[TrafficRow]]:
     tokens = num_micro_batches * MICRO_BATCH * SEQ_LEN * degrees.num_data_ranks
     balance = WITH_SEQUENCE_LOSS if name.endswith("loads of sequences") else BalanceConfig()
@@ -379,16 +537,29 @@ def _traffic(
         balance=balance,
     )
     pp_rank = trainer.mesh.at["pp"]
-    return pp_rank, [row for row in ledger.rows if row.op != SCALARS], expected_traffic(work, pp_rank)
+    return (
+        pp_rank,
+        [row for row in ledger.rows if row.op != SCALARS],
+        expected_traffic(work, pp_rank),
+    )
 
 
 @pytest.fixture(scope="module")
-def traffic(request: pytest.FixtureRequest) -> dict[str, list[tuple[int, list[TrafficRow], list[TrafficRow]]]]:
+def traffic(
+    request: pytest.FixtureRequest,
+) -> dict[str, list[tuple[int, list[TrafficRow], list[TrafficRow]]]]:
     """Results of each rank, for the cases that the selected tests use."""
-    wanted = {getattr(item, "callspec", None) and item.callspec.params.get("name") for item in request.session.items}
+    wanted = {
+        getattr(item, "callspec", None) and item.callspec.params.get("name")
+        for item in request.session.items
+    }
     results: dict[str, list[Any]] = {}
     for num_ranks in (2, 4, 8):
-        cases = {name: case for name, case in CASES.items() if name in wanted and case[0].num_ranks == num_ranks}
+        cases = {
+            name: case
+            for name, case in CASES.items()
+            if name in wanted and case[0].num_ranks == num_ranks
+        }
         if not cases:
             continue
         for by_case in run_ranks(_step, num_ranks, cases, timeout_seconds=600):
@@ -410,5 +581,7 @@ def test_a_step_sends_exactly_what_the_formula_says(traffic, name):
 
 
 def _is_fullest(degrees: Degrees, rank: int) -> bool:
-    """Whether the rank has coordinate 0 on all axes but pp, and so the larger shard where rows do not divide."""
+    """Whether the rank has coordinate 0 on all axes but pp, and so the larger shard where rows do
+    not divide.
+    """
     return not any(place for axis, place in degrees.coordinates(rank).items() if axis != "pp")

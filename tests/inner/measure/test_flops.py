@@ -24,7 +24,9 @@ from tests.parity.meshes import LATENT, MIXTURE
 
 
 def grouped_mm_flop(x: torch.Size, matrices: torch.Size, *_: object, **__: object) -> int:
-    """Operations of rows times one matrix per group, or of the product of two stacks of rows by group."""
+    """Operations of rows times one matrix per group, or of the product of two stacks of rows by
+    group.
+    """
     num_rows, inner = x
     if len(matrices) == 3:
         return 2 * num_rows * inner * matrices[-1]
@@ -39,13 +41,26 @@ MODELS = {
         dim=64, num_layers=3, num_heads=4, num_kv_heads=4, ffn_dim=96, vocab_size=80
     ),
     "tied, shared keys": ModelSizes(
-        dim=64, num_layers=2, num_heads=8, num_kv_heads=2, ffn_dim=160, vocab_size=200, tie_embeddings=True
+        dim=64,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=2,
+        ffn_dim=160,
+        vocab_size=200,
+        tie_embeddings=True,
     ),
     "normed queries and keys": ModelSizes(
         dim=96, num_layers=2, num_heads=6, num_kv_heads=3, ffn_dim=128, vocab_size=61, qk_norm=True
     ),
     "biases and wide heads": ModelSizes(
-        dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=61, qkv_bias=True, own_head_dim=32
+        dim=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_dim=96,
+        vocab_size=61,
+        qkv_bias=True,
+        own_head_dim=32,
     ),
     "experts, one of them shared, after a dense layer": MIXTURE,
     "experts, latent attention": LATENT,
@@ -67,11 +82,20 @@ MODELS |= {
     "no gate, LayerNorm, learned positions": replace(
         MODELS["biases and wide heads"],
         decoder=DecoderConfig(
-            norm="layer", gated=False, activation="gelu", ffn_bias=True, positions="learned", max_positions=SEQ_LEN
+            norm="layer",
+            gated=False,
+            activation="gelu",
+            ffn_bias=True,
+            positions="learned",
+            max_positions=SEQ_LEN,
         ),
     ),
-    "normed outputs": replace(MODELS["normed queries and keys"], decoder=DecoderConfig(norm_place="both")),
-    "parallel blocks": replace(MODELS["tied, shared keys"], decoder=DecoderConfig(parallel="one_norm")),
+    "normed outputs": replace(
+        MODELS["normed queries and keys"], decoder=DecoderConfig(norm_place="both")
+    ),
+    "parallel blocks": replace(
+        MODELS["tied, shared keys"], decoder=DecoderConfig(parallel="one_norm")
+    ),
 }
 GROUPED_PRODUCTS = {torch.ops.aten._grouped_mm: grouped_mm_flop}
 """torch's counter does not know products with one matrix per group of rows."""
@@ -88,13 +112,15 @@ def _count(rank: int) -> dict[tuple[str, Recompute], int]:
                 sizes=sizes,
                 config=OptimizerConfig(tokens_per_step=SEQUENCES * SEQ_LEN),
                 parallel=ParallelConfig(recompute=recompute),
-                # torch does not count the in-place product that accumulates the table's gradient in fp32.
+                # torch does not count the in-place product that accumulates the table's gradient in
+                # fp32.
                 compute_dtype="bfloat16",
                 micro_batch=SEQUENCES,
                 seq_len=SEQ_LEN,
             )
             window = small.batch(0)[:1, :2].repeat(SEQUENCES, SEQ_LEN)[:, : SEQ_LEN + 1]
-            # torch does not count the CPU's fused attention, the only kind whose results selective recompute keeps.
+            # torch does not count the CPU's fused attention, the only kind whose results selective
+            # recompute keeps.
             kernel = SDPBackend.FLASH_ATTENTION if recompute == "selective" else SDPBackend.MATH
             counting = FlopCounterMode(display=False, custom_mapping=GROUPED_PRODUCTS)
             with counting as counter, sdpa_kernel(kernel):
@@ -137,12 +163,18 @@ def test_the_documented_figure():
 
 def test_a_head_costs_what_a_model_without_layers_costs():
     sizes = MODELS["tied, shared keys"]
-    with_layer, without = (flops_per_token(replace(sizes, num_layers=n), SEQ_LEN, "full").hardware for n in (1, 0))
-    assert layer_costs(sizes, SEQ_LEN, "full").head == pytest.approx(without / (with_layer - without))
+    with_layer, without = (
+        flops_per_token(replace(sizes, num_layers=n), SEQ_LEN, "full").hardware for n in (1, 0)
+    )
+    assert layer_costs(sizes, SEQ_LEN, "full").head == pytest.approx(
+        without / (with_layer - without)
+    )
 
 
 def test_a_layer_with_a_window_costs_the_pairs_in_it():
-    sizes = replace(PRESETS["8b"], decoder=DecoderConfig(window=WindowConfig(size=1024, full_every=2)))
+    sizes = replace(
+        PRESETS["8b"], decoder=DecoderConfig(window=WindowConfig(size=1024, full_every=2))
+    )
     whole = flops_per_token(PRESETS["8b"], 8192)
     pairs = sum(min(position, 1024) for position in range(1, 8193)) / sum(range(1, 8193))
     found = flops_per_token(sizes, 8192)

@@ -21,7 +21,9 @@ from tests.harness import run_ranks
 from tests.inner import small
 from tests.parity.meshes import ALIBI, COHERE, GEMMA, GPT2, LATENT, MIXTURE, NEOX
 
-SIZES = ModelSizes(dim=128, num_layers=4, num_heads=8, num_kv_heads=2, ffn_dim=320, vocab_size=512, qk_norm=True)
+SIZES = ModelSizes(
+    dim=128, num_layers=4, num_heads=8, num_kv_heads=2, ffn_dim=320, vocab_size=512, qk_norm=True
+)
 TIED = replace(SIZES, tie_embeddings=True)
 BIASED = replace(SIZES, qk_norm=False, qkv_bias=True, own_head_dim=32)
 # The mixtures of the parity tests, wider. The second has latent attention.
@@ -88,10 +90,18 @@ MESHES = {
     "biases and wide heads": Case(Degrees(dp_shard=2), sizes=BIASED),
     "biases and wide heads, tensor": Case(Degrees(tp=2), sizes=BIASED),
     "fsdp 4": Case(Degrees(dp_shard=4), num_micro_batches=1),
-    "fsdp 4, full, bfloat16": Case(Degrees(dp_shard=4), ParallelConfig(recompute="full"), dtype="bfloat16"),
-    "whole gradients": Case(Degrees(dp_shard=4), ParallelConfig(accumulate="whole"), num_micro_batches=3),
-    "whole gradients, bfloat16": Case(Degrees(dp_shard=4), ParallelConfig(accumulate="whole"), dtype="bfloat16"),
-    "ZeRO-1": Case(Degrees(dp_shard=4), ParallelConfig(zero=1), dtype="bfloat16", num_micro_batches=3),
+    "fsdp 4, full, bfloat16": Case(
+        Degrees(dp_shard=4), ParallelConfig(recompute="full"), dtype="bfloat16"
+    ),
+    "whole gradients": Case(
+        Degrees(dp_shard=4), ParallelConfig(accumulate="whole"), num_micro_batches=3
+    ),
+    "whole gradients, bfloat16": Case(
+        Degrees(dp_shard=4), ParallelConfig(accumulate="whole"), dtype="bfloat16"
+    ),
+    "ZeRO-1": Case(
+        Degrees(dp_shard=4), ParallelConfig(zero=1), dtype="bfloat16", num_micro_batches=3
+    ),
     "ZeRO-2": Case(Degrees(dp_shard=2), ParallelConfig(zero=2)),
     "HSDP": Case(Degrees(dp_replicate=2, dp_shard=2), num_micro_batches=3),
     "replicas": Case(Degrees(dp_replicate=2)),
@@ -106,7 +116,9 @@ MESHES = {
     "Muon": Case(Degrees(dp_shard=2), optimizer="muon"),
     "loss in chunks": Case(parallel=ParallelConfig(loss_chunk=32)),
     "tensor": Case(Degrees(tp=2)),
-    "tensor, without sequence parallel": Case(Degrees(tp=2), ParallelConfig(sequence_parallel=False)),
+    "tensor, without sequence parallel": Case(
+        Degrees(tp=2), ParallelConfig(sequence_parallel=False)
+    ),
     "tensor, selective": Case(Degrees(tp=2), ParallelConfig(recompute="selective")),
     "ring": Case(Degrees(cp=2)),
     "ring, selective": Case(Degrees(cp=2), ParallelConfig(recompute="selective")),
@@ -114,49 +126,79 @@ MESHES = {
     "heads traded": Case(Degrees(cp=2), ParallelConfig(context="ulysses")),
     "gpipe": Case(Degrees(pp=2), _pipelined("gpipe"), num_micro_batches=4),
     "1f1b": Case(Degrees(pp=2), _pipelined("1f1b"), num_micro_batches=4),
-    "1f1b, bfloat16": Case(Degrees(pp=2), _pipelined("1f1b"), dtype="bfloat16", num_micro_batches=4),
+    "1f1b, bfloat16": Case(
+        Degrees(pp=2), _pipelined("1f1b"), dtype="bfloat16", num_micro_batches=4
+    ),
     "1f1b, full": Case(Degrees(pp=2), _pipelined("1f1b", recompute="full"), num_micro_batches=4),
     "interleaved_1f1b": Case(Degrees(pp=2), _pipelined("interleaved_1f1b"), num_micro_batches=4),
     "breadth_first": Case(Degrees(pp=2), _pipelined("breadth_first"), num_micro_batches=4),
     "zbv": Case(Degrees(pp=2), _pipelined("zbv"), num_micro_batches=4),
-    "interleaved_zero_bubble": Case(Degrees(pp=2), _pipelined("interleaved_zero_bubble"), num_micro_batches=4),
+    "interleaved_zero_bubble": Case(
+        Degrees(pp=2), _pipelined("interleaved_zero_bubble"), num_micro_batches=4
+    ),
     "tensor, shards": Case(Degrees(tp=2, dp_shard=2)),
     "pipeline, shards": Case(Degrees(pp=2, dp_shard=2), num_micro_batches=4),
     "pipeline, whole gradients": Case(
         Degrees(pp=2, dp_shard=2), _pipelined("1f1b", accumulate="whole"), TIED, "bfloat16", 4
     ),
     "zbv, shards": Case(Degrees(pp=2, dp_shard=2), _pipelined("zbv"), num_micro_batches=4),
-    "zbv, whole gradients": Case(Degrees(pp=2, dp_shard=2), _pipelined("zbv", accumulate="whole"), num_micro_batches=4),
+    "zbv, whole gradients": Case(
+        Degrees(pp=2, dp_shard=2), _pipelined("zbv", accumulate="whole"), num_micro_batches=4
+    ),
     "four dimensions": Case(Degrees(pp=2, tp=2, dp_shard=2), ParallelConfig(), num_micro_batches=4),
 }
 MIXTURES = {
     "experts": Case(sizes=EXPERTS),
     "experts, bfloat16": Case(sizes=EXPERTS, dtype="bfloat16"),
-    "experts, losses": Case(sizes=EXPERTS, balance=BalanceConfig(sequence_loss=0.1, router_z_loss=0.1)),
-    "experts, attention": Case(sizes=EXPERTS, parallel=ParallelConfig(recompute="attention"), dtype="bfloat16"),
+    "experts, losses": Case(
+        sizes=EXPERTS, balance=BalanceConfig(sequence_loss=0.1, router_z_loss=0.1)
+    ),
+    "experts, attention": Case(
+        sizes=EXPERTS, parallel=ParallelConfig(recompute="attention"), dtype="bfloat16"
+    ),
     "experts, selective": Case(sizes=EXPERTS, parallel=ParallelConfig(recompute="selective")),
-    "experts, full": Case(sizes=EXPERTS, parallel=ParallelConfig(recompute="full"), dtype="bfloat16"),
+    "experts, full": Case(
+        sizes=EXPERTS, parallel=ParallelConfig(recompute="full"), dtype="bfloat16"
+    ),
     "experts, latent": Case(sizes=LATENT_EXPERTS),
     "experts, latent, bfloat16": Case(sizes=LATENT_EXPERTS, dtype="bfloat16"),
-    "experts, latent, selective": Case(sizes=LATENT_EXPERTS, parallel=ParallelConfig(recompute="selective")),
+    "experts, latent, selective": Case(
+        sizes=LATENT_EXPERTS, parallel=ParallelConfig(recompute="selective")
+    ),
     "experts, fsdp 4, bfloat16": Case(Degrees(dp_shard=4), sizes=EXPERTS, dtype="bfloat16"),
     "experts, fsdp 4, Muon": Case(Degrees(dp_shard=4), sizes=EXPERTS, optimizer="muon"),
     "experts, fsdp 2, full": Case(Degrees(dp_shard=2), ParallelConfig(recompute="full"), EXPERTS),
-    "experts, whole gradients": Case(Degrees(dp_shard=2), ParallelConfig(accumulate="whole"), EXPERTS, "bfloat16"),
+    "experts, whole gradients": Case(
+        Degrees(dp_shard=2), ParallelConfig(accumulate="whole"), EXPERTS, "bfloat16"
+    ),
     "experts, HSDP": Case(Degrees(dp_replicate=2, dp_shard=2), sizes=EXPERTS),
     "experts, latent, ring": Case(Degrees(cp=2), sizes=LATENT_EXPERTS),
-    "experts, latent, heads traded": Case(Degrees(cp=2), ParallelConfig(context="ulysses"), LATENT_EXPERTS),
+    "experts, latent, heads traded": Case(
+        Degrees(cp=2), ParallelConfig(context="ulysses"), LATENT_EXPERTS
+    ),
     "experts, 1f1b": Case(Degrees(pp=2), sizes=EXPERTS, num_micro_batches=4),
     "experts, zbv": Case(Degrees(pp=2), _pipelined("zbv"), EXPERTS, num_micro_batches=4),
     "experts, latent, zbv, shards": Case(
-        Degrees(pp=2, dp_shard=2), _pipelined("zbv"), LATENT_EXPERTS, "bfloat16", num_micro_batches=4
+        Degrees(pp=2, dp_shard=2),
+        _pipelined("zbv"),
+        LATENT_EXPERTS,
+        "bfloat16",
+        num_micro_batches=4,
     ),
     "experts, tensor": Case(Degrees(tp=2), sizes=EXPERTS),
     "latent, tensor": Case(Degrees(tp=2), sizes=LATENT_ALONE),
-    "latent, tensor, selective": Case(Degrees(tp=2), ParallelConfig(recompute="selective"), LATENT_ALONE),
+    "latent, tensor, selective": Case(
+        Degrees(tp=2), ParallelConfig(recompute="selective"), LATENT_ALONE
+    ),
 }
 # What distinguishes the families of the parity tests, in wider models.
-WIDE: dict[str, Any] = {"dim": 128, "num_heads": 8, "num_kv_heads": 8, "ffn_dim": 320, "vocab_size": 512}
+WIDE: dict[str, Any] = {
+    "dim": 128,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "ffn_dim": 320,
+    "vocab_size": 512,
+}
 LEARNED = GPT2.decoder.model_copy(update={"max_positions": SEQ_LEN})
 FAMILIES = {
     "windows, caps, two more norms": Case(sizes=replace(GEMMA, **WIDE)),
@@ -176,8 +218,8 @@ FAMILIES = {
     "ALiBi, squared ReLU, normed outputs": Case(sizes=replace(ALIBI, **WIDE)),
 }
 CASES = GRID | MESHES | MIXTURES | FAMILIES
-# The default suite runs half of the grid: two cases of each kind on one process and two on two ranks; neighbouring
-# kinds together cover all four pairs of table and dtype.
+# The default suite runs half of the grid: two cases of each kind on one process and two on two
+# ranks; neighbouring kinds together cover all four pairs of table and dtype.
 FEW = [name for number, name in enumerate(GRID) if number % 16 in (0, 1, 6, 7, 9, 10, 12, 15)]
 SLOW = [
     *FAMILIES,
@@ -213,7 +255,9 @@ def marked(names: Iterable[str]) -> list[Any]:
 
 
 def _knows_kept(case: Case) -> bool:
-    """Whether kept memory is measurable: FSDP over several ranks leaves a buffer, a pipeline has no lone forward."""
+    """Whether kept memory is measurable: FSDP over several ranks leaves a buffer, a pipeline has no
+    lone forward.
+    """
     return case.degrees.num_ranks == case.degrees.tp and not case.work.uses_fsdp
 
 
@@ -243,7 +287,12 @@ def _measure(case: Case) -> Measured:
     trainer.step(windows)
     params = [param for stage in trainer.model_parts for param in stage.parameters()]
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-    moments = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
+    moments = [
+        value
+        for state in states
+        for value in state.values()
+        if isinstance(value, Tensor) and value.ndim
+    ]
     buffers = [buffer for stage in trainer.model_parts for buffer in stage.buffers()]
     with LiveBytes(params + moments + buffers, "cpu") as live:
         trainer.step(windows)
@@ -267,14 +316,25 @@ def _kept(trainer: Trainer, window: Tensor) -> int:
 
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest) -> dict[str, list[Measured]]:
-    """Measurements of the fullest rank of each pipeline coordinate, for the cases that the selected tests use."""
-    wanted = {getattr(item, "callspec", None) and item.callspec.params.get("name") for item in request.session.items}
+    """Measurements of the fullest rank of each pipeline coordinate, for the cases that the selected
+    tests use.
+    """
+    wanted = {
+        getattr(item, "callspec", None) and item.callspec.params.get("name")
+        for item in request.session.items
+    }
     results: dict[str, list[Measured]] = {}
     for num_ranks in (1, 2, 4, 8):
-        cases = {name: CASES[name] for name in CASES if name in wanted and CASES[name].degrees.num_ranks == num_ranks}
+        cases = {
+            name: CASES[name]
+            for name in CASES
+            if name in wanted and CASES[name].degrees.num_ranks == num_ranks
+        }
         if not cases:
             continue
-        for rank, by_case in enumerate(run_ranks(_measure_all, num_ranks, cases, timeout_seconds=600)):
+        for rank, by_case in enumerate(
+            run_ranks(_measure_all, num_ranks, cases, timeout_seconds=600)
+        ):
             for name, result in by_case.items():
                 place = CASES[name].degrees.coordinates(rank)
                 if not any(place[axis] for axis in place if axis != "pp"):
@@ -324,7 +384,9 @@ def test_the_peak_is_no_more_than_the_sum_of_the_parts():
 
 
 def test_a_gpus_norms_keep_less_than_a_cpus():
-    assert ActivationMemory(LARGE, "cuda").block("none") < ActivationMemory(LARGE, "cpu").block("none")
+    assert ActivationMemory(LARGE, "cuda").block("none") < ActivationMemory(LARGE, "cpu").block(
+        "none"
+    )
 
 
 def test_earlier_pipeline_ranks_hold_more_micro_batches():
@@ -338,16 +400,25 @@ WHOLE = replace(LARGE, parallel=ParallelConfig(accumulate="whole"))
 
 
 def test_sharded_gradients_take_as_little_with_many_micro_batches_as_with_two():
-    two, many = (estimate_memory(replace(LARGE, num_micro_batches=number), "adamw")[0] for number in (2, 32))
+    two, many = (
+        estimate_memory(replace(LARGE, num_micro_batches=number), "adamw")[0] for number in (2, 32)
+    )
     assert two == many
 
 
 def test_whole_gradients_take_four_bytes_for_every_parameter():
-    assert estimate_memory(WHOLE, "adamw")[0].gradients > 4 * 8.0e9 > 2 * estimate_memory(LARGE, "adamw")[0].gradients
+    assert (
+        estimate_memory(WHOLE, "adamw")[0].gradients
+        > 4 * 8.0e9
+        > 2 * estimate_memory(LARGE, "adamw")[0].gradients
+    )
 
 
 def test_advice_when_it_fits():
-    assert advice(WHOLE, "adamw", 200 * 10**9) == "an inner step needs 95.8 GB of 200 GB per rank: it fits"
+    assert (
+        advice(WHOLE, "adamw", 200 * 10**9)
+        == "an inner step needs 95.8 GB of 200 GB per rank: it fits"
+    )
 
 
 def test_advice_names_the_largest_parts_and_the_cheapest_change_that_fits():

@@ -30,7 +30,9 @@ def test_specs_have_the_models_own_names_shapes_and_order(sizes: ModelSizes) -> 
     with torch.device("meta"):
         model = Transformer(sizes, torch.arange(8))
     specs = param_specs(sizes)
-    assert [(spec.name, spec.shape) for spec in specs] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    assert [(spec.name, spec.shape) for spec in specs] == [
+        (n, tuple(p.shape)) for n, p in model.named_parameters()
+    ]
     assert num_elements(specs) == sum(param.numel() for param in model.parameters())
 
 
@@ -39,11 +41,15 @@ def test_each_expert_s_matrix_has_a_name_of_its_own(sizes: ModelSizes) -> None:
     with torch.device("meta"):
         model = Transformer(sizes, torch.arange(8))
     tensors = unstack(dict(model.named_parameters()))
-    assert [(spec.name, spec.shape) for spec in param_specs(sizes)] == [(n, tuple(p.shape)) for n, p in tensors.items()]
+    assert [(spec.name, spec.shape) for spec in param_specs(sizes)] == [
+        (n, tuple(p.shape)) for n, p in tensors.items()
+    ]
 
 
 @pytest.mark.parametrize("sizes", [MIXTURE, LATENT], ids=["experts", "latent attention"])
-def test_a_token_uses_all_parameters_but_those_of_the_experts_that_were_not_chosen(sizes: ModelSizes) -> None:
+def test_a_token_uses_all_parameters_but_those_of_the_experts_that_were_not_chosen(
+    sizes: ModelSizes,
+) -> None:
     assert sizes.experts is not None
     stacks = [math.prod(spec.shape) for spec in param_specs(sizes) if find_expert(spec.name)]
     unused = 1 - sizes.experts.per_token / sizes.experts.number

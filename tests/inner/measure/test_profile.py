@@ -18,11 +18,15 @@ NUM_STEPS = 5
 
 
 def _train(rank: int, folder: Path) -> dict[str, Any]:
-    """Three runs of five steps: without a profile, with one of steps 2 and 3, and with one cut short by an error."""
+    """Three runs of five steps: without a profile, with one of steps 2 and 3, and with one cut
+    short by an error.
+    """
     trainer = small.build_trainer(Degrees(dp_shard=2))
     window = small.share(trainer, small.batch(0))
 
-    def run(config: ProfileConfig, name: str, steps_done: int = 0, fails_after: int = 0) -> list[bool]:
+    def run(
+        config: ProfileConfig, name: str, steps_done: int = 0, fails_after: int = 0
+    ) -> list[bool]:
         was_on = []
         with Profiler(config, folder / name, rank, steps_done) as profiler:
             for number in range(NUM_STEPS):
@@ -97,12 +101,17 @@ def test_the_use_of_memory_is_listed(folder, trace):
     totals = [int(row["bytes_since_start"]) for row in rows]
     assert any(int(row["bytes"]) < 0 for row in rows)
     assert max(totals) > 0
-    assert {"aten::mm", "FSDP::all_gather_copy_out"} <= {row["operation"].split(" ")[0] for row in rows}
+    assert {"aten::mm", "FSDP::all_gather_copy_out"} <= {
+        row["operation"].split(" ")[0] for row in rows
+    }
 
 
 def test_steps_are_counted_from_the_start_of_the_run(folder, was_on):
     assert was_on[0]["resumed"] == [True, True, False, False, False]
-    assert _steps(_read(folder / "resumed" / "rank0.11.pt.trace.json.gz")) == {"ProfilerStep#11", "ProfilerStep#12"}
+    assert _steps(_read(folder / "resumed" / "rank0.11.pt.trace.json.gz")) == {
+        "ProfilerStep#11",
+        "ProfilerStep#12",
+    }
 
 
 def test_an_error_leaves_the_trace_of_the_steps_before_it(folder, was_on):

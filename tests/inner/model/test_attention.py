@@ -30,7 +30,9 @@ LONG = 16384
 @pytest.mark.parametrize("dtype", BANDS, ids=str)
 def test_documents_without_a_mask_equal_attention_with_the_mask_of_all_pairs(dtype, num_kv_heads):
     given = inputs(Case("ring", num_kv_heads, True, dtype), 600)
-    mine = given._replace(**{name: getattr(given, name).to(dtype) for name in ("q", "k", "v", "dy")})
+    mine = given._replace(
+        **{name: getattr(given, name).to(dtype) for name in ("q", "k", "v", "dy")}
+    )
     for got, wanted in zip(with_gradients(causal_attention, mine), expected(given), strict=True):
         assert got.dtype == dtype
         assert relative_error(got.double(), wanted) <= BANDS[dtype]
@@ -39,7 +41,9 @@ def test_documents_without_a_mask_equal_attention_with_the_mask_of_all_pairs(dty
 def test_without_documents_it_is_torch_s_own_attention_bit_for_bit():
     q, k, v, _, _ = inputs(Case("ring", 2, False, torch.float32), 50)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    plain = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+    plain = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(
+        1, 2
+    )
     assert torch.equal(causal_attention(q, k, v), plain)
 
 
@@ -48,7 +52,9 @@ def test_only_scores_within_documents_are_computed():
     assert given.packing is not None
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         causal_attention(given.q, given.k, given.v, given.packing)
-    pairs = sum(event.input_shapes[0][2] ** 2 for event in seen.events() if event.name == CPU_KERNEL)
+    pairs = sum(
+        event.input_shapes[0][2] ** 2 for event in seen.events() if event.name == CPU_KERNEL
+    )
     lengths = [end - begin for begin, end in pairwise(given.packing.host_bounds_N.tolist())]
     assert pairs == sum(length**2 for length in lengths) < B * 200**2 / 5
 
@@ -72,15 +78,25 @@ def kernel_round(device: str, dtype: torch.dtype, *, is_causal: bool) -> list[Te
     """(out, log-sum-exp, dq, dk, dv) of 40 queries and 24 keys, or 40 if causal."""
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(2, 40, 4, 64, generator=generator).to(device, dtype).transpose(1, 2)
-    keys = torch.randn(2, 2, 40 if is_causal else 24, 2, 64, generator=generator).to(device, dtype).transpose(2, 3)
+    keys = (
+        torch.randn(2, 2, 40 if is_causal else 24, 2, 64, generator=generator)
+        .to(device, dtype)
+        .transpose(2, 3)
+    )
     found = dense_forward(q, *keys, is_causal=is_causal)
     return [*found, *dense_backward(q, q, *keys, found, is_causal=is_causal)]
 
 
-def documents(device: str, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, int]]:
-    """Queries, keys and values of two sequences of 40 positions, and the bounds of their documents."""
+def documents(
+    device: str, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, int]]:
+    """Queries, keys and values of two sequences of 40 positions, and the bounds of their
+    documents.
+    """
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(80, heads, 64, generator=generator).to(device, dtype) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(80, heads, 64, generator=generator).to(device, dtype) for heads in (4, 2, 2)
+    )
     bounds = torch.tensor([0, 7, 40, 41, 80], dtype=torch.int32)
     return (q, k, v), (bounds.to(device), bounds, 39)
 
@@ -98,7 +114,9 @@ def shapes(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cuda_s_kernels_accept_what_they_are_given_and_return_the_same_shapes(dtype, is_causal):
-    on_cpu, on_cuda = (kernel_round(device, dtype, is_causal=is_causal) for device in ("cpu", "meta"))
+    on_cpu, on_cuda = (
+        kernel_round(device, dtype, is_causal=is_causal) for device in ("cpu", "meta")
+    )
     assert shapes(on_cuda) == shapes(on_cpu)
 
 
@@ -125,7 +143,9 @@ def test_keys_and_values_are_not_repeated_for_the_heads_that_share_them():
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cuda_s_kernels_agree_with_the_cpu_s(dtype, is_causal):
-    on_cpu, on_cuda = (kernel_round(device, dtype, is_causal=is_causal) for device in ("cpu", "cuda"))
+    on_cpu, on_cuda = (
+        kernel_round(device, dtype, is_causal=is_causal) for device in ("cpu", "cuda")
+    )
     for here, there in zip(on_cpu, on_cuda, strict=True):
         assert relative_error(there.cpu().double(), here.double()) <= BANDS[dtype]
 

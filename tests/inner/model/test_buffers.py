@@ -29,9 +29,18 @@ def test_buffers_come_after_parameters_and_are_written_in_place() -> None:
     assert [spec.name for spec in view.specs] == ["weight", "mean@buffer", "steps@donor_buffer"]
     assert [held.shape for held in view.slices] == [(2, 3), (2, 2), (1, 1)]
     held = model.mean
-    view.write_all({0: torch.full((2, 3), 5.0), 1: torch.full((2, 2), 7.0), 2: torch.full((1, 1), 9.0)})
-    assert model.mean is held and model.mean.eq(7).all() and model.weight.eq(5).all() and model.steps.item() == 9
-    assert {index: values.unique().tolist() for index, values in view.read_all([0, 1, 2]).items()} == {
+    view.write_all(
+        {0: torch.full((2, 3), 5.0), 1: torch.full((2, 2), 7.0), 2: torch.full((1, 1), 9.0)}
+    )
+    assert (
+        model.mean is held
+        and model.mean.eq(7).all()
+        and model.weight.eq(5).all()
+        and model.steps.item() == 9
+    )
+    assert {
+        index: values.unique().tolist() for index, values in view.read_all([0, 1, 2]).items()
+    } == {
         0: [5.0],
         1: [7.0],
         2: [9.0],

@@ -20,7 +20,9 @@ def test_sixteen_bits_of_a_number_decide_about_each_of_four_columns() -> None:
     bits = [number >> (16 * column) & 0xFFFF for number in SPLITMIX64 for column in range(4)]
     signed = [value - (1 << 16) if value >= 1 << 15 else value for value in bits]
     kept = is_kept(torch.zeros(1, 1, dtype=torch.int64), 15, 0.25)
-    assert kept.flatten().tolist() == [value >= 0.25 * (1 << 16) - (1 << 15) for value in signed[:15]]
+    assert kept.flatten().tolist() == [
+        value >= 0.25 * (1 << 16) - (1 << 15) for value in signed[:15]
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,7 +48,12 @@ def test_each_step_layer_place_sequence_and_position_has_keys_of_its_own() -> No
 
 def test_a_rectangle_of_sequences_and_positions_is_that_of_the_whole_mask() -> None:
     whole = SOURCE.of_micro_batch(5, range(8)).at(2).keys_PBS
-    part = DropoutSource(0.25, 7, torch.tensor([0, 1, 14, 15])).of_micro_batch(5, range(2, 4)).at(2).keys_PBS
+    part = (
+        DropoutSource(0.25, 7, torch.tensor([0, 1, 14, 15]))
+        .of_micro_batch(5, range(2, 4))
+        .at(2)
+        .keys_PBS
+    )
     assert torch.equal(part, whole[:, 2:4, [0, 1, 14, 15]])
 
 

@@ -13,8 +13,12 @@ from inner.model.router import Routing, choose
 from inner.model.sizes import ModelSizes
 from tests.inner.small import build_model
 
-EXPERTS = ExpertsConfig(number=6, per_token=2, dim=24, shared=1, dense_layers=1, scores="sigmoid", scale=1.5)
-SIZES = ModelSizes(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, experts=EXPERTS)
+EXPERTS = ExpertsConfig(
+    number=6, per_token=2, dim=24, shared=1, dense_layers=1, scores="sigmoid", scale=1.5
+)
+SIZES = ModelSizes(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, experts=EXPERTS
+)
 B, S = 3, 8
 
 
@@ -36,16 +40,22 @@ def stream(seed: int = 0) -> Tensor:
 
 
 def one_by_one(layer: Mixture, x_BSD: Tensor) -> Tensor:
-    """The same sum, token by token and expert by expert, with the router's equations written out."""
+    """The same sum, token by token and expert by expert, with the router's equations written
+    out.
+    """
     config = layer.config
     experts = layer.experts
     rows = []
     for x_D in x_BSD.flatten(0, 1):
         logits = layer.router.weight @ x_D
         scores = logits.softmax(0) if config.scores == "softmax" else 1 / (1 + (-logits).exp())
-        ranked = sorted(range(config.number), key=lambda i: (-float(scores[i] + layer.router.bias[i]), i))
+        ranked = sorted(
+            range(config.number), key=lambda i: (-float(scores[i] + layer.router.bias[i]), i)
+        )
         chosen = sorted(ranked[: config.per_token])
-        weights = scores[chosen] / (scores[chosen].sum() if config.renormalise else 1) * config.scale
+        weights = (
+            scores[chosen] / (scores[chosen].sum() if config.renormalise else 1) * config.scale
+        )
         y_D = torch.zeros_like(x_D)
         for weight, i in zip(weights, chosen, strict=True):
             hidden = F.silu(experts.gate_proj.weight[i] @ x_D) * (experts.up_proj.weight[i] @ x_D)
@@ -57,7 +67,12 @@ def one_by_one(layer: Mixture, x_BSD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"scores": "softmax", "renormalise": False}, {"shared": 0, "per_token": 1}, {"per_token": 6, "scale": 1.0}],
+    [
+        {},
+        {"scores": "softmax", "renormalise": False},
+        {"shared": 0, "per_token": 1},
+        {"per_token": 6, "scale": 1.0},
+    ],
 )
 def test_values_and_gradients_are_those_of_a_sum_written_out(changes: dict) -> None:
     layer = mixture(**changes)
@@ -111,7 +126,8 @@ def test_the_capacity_of_a_sequence_keeps_the_highest_weights_and_padding_takes_
     is_input = torch.tensor([[True, True, True, True, False], [True, True, True, True, True]])
     chosen = torch.tensor([0, 0, 0, 0, 0, 1, 1, 0, 1, 1])[:, None]
     weights = torch.tensor([0.2, 0.9, 0.5, 0.5, 1.0, 0.3, 0.3, 0.9, 0.3, 0.4])[:, None]
-    # Two of four tokens may keep expert 0 in the first sequence, three of five expert 1 in the second.
+    # Two of four tokens may keep expert 0 in the first sequence, three of five expert 1 in the
+    # second.
     excess = find_excess(chosen, weights, is_input, config).flatten().tolist()
     assert excess == [True, False, False, True, True, False, False, False, True, False]
 
@@ -123,17 +139,23 @@ def test_what_is_above_the_capacity_adds_nothing_and_is_counted() -> None:
     with recording([layer], step):
         y = layer(x)
     routing = layer.router(x.flatten(0, 1))
-    excess = find_excess(routing.chosen_NJ, routing.weights_NJ, torch.ones(B, S, dtype=torch.bool), layer.config)
+    excess = find_excess(
+        routing.chosen_NJ, routing.weights_NJ, torch.ones(B, S, dtype=torch.bool), layer.config
+    )
     assert 0 < int(step.layers[1].dropped) == int(excess.sum())
     lost = excess.all(dim=1)
-    assert lost.any() and not y.flatten(0, 1)[lost].any() and y.flatten(0, 1)[~lost].any(dim=1).all()
+    assert (
+        lost.any() and not y.flatten(0, 1)[lost].any() and y.flatten(0, 1)[~lost].any(dim=1).all()
+    )
 
 
 def test_the_sequence_loss_is_one_at_balance_and_experts_over_choices_at_collapse() -> None:
     layer = mixture(per_token=1)
     is_input = torch.ones(B, S, dtype=torch.bool)
     routing = layer.router(stream().flatten(0, 1))
-    even = routing._replace(chosen_NJ=(torch.arange(B * S) % 6)[:, None], scores_NX=torch.full((B * S, 6), 0.3))
+    even = routing._replace(
+        chosen_NJ=(torch.arange(B * S) % 6)[:, None], scores_NX=torch.full((B * S, 6), 0.3)
+    )
     assert float(sequence_loss(even, is_input)) == pytest.approx(B * S, rel=1e-6)
     alone = torch.zeros(B * S, 6)
     alone[:, 2] = 1.0

@@ -1,4 +1,6 @@
-"""Text generation: the cache changes nothing, seeds decide the text, and pieces end with characters."""
+"""Text generation: the cache changes nothing, seeds decide the text, and pieces end with
+characters.
+"""
 
 from dataclasses import replace
 
@@ -7,7 +9,14 @@ import torch
 
 from inner.data.tokenizer import BytesTokenizer
 from inner.errors import InputError
-from inner.model.generate import KeyValueCache, Sampling, draw, generate, last_logits, pieces_of_text
+from inner.model.generate import (
+    KeyValueCache,
+    Sampling,
+    draw,
+    generate,
+    last_logits,
+    pieces_of_text,
+)
 from tests.inner.folders import BYTE_SIZES, spread_model
 
 GREEDY = Sampling(temperature=0)
@@ -80,7 +89,9 @@ def test_temperature_divides_the_scores():
     assert share == pytest.approx(torch.tensor([2.0, 0.0]).softmax(0)[0].item(), abs=0.03)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}]
+)
 def test_a_sampling_that_means_nothing_is_refused(wrong):
     with pytest.raises(InputError, match=next(iter(wrong))):
         Sampling(**wrong)
@@ -92,4 +103,8 @@ def test_pieces_end_where_characters_do_and_text_ends_at_eos():
     stream = [*map(int, tokenizer.encode(text)), tokenizer.eos_id, 120]
     assert list(pieces_of_text(iter(stream), tokenizer)) == list(text)
     broken = [104, 0xF0, 0x9F, 104, 0xF0]
-    assert "".join(pieces_of_text(iter(broken), tokenizer)) == tokenizer.decode(broken) == "h\ufffdh\ufffd"
+    assert (
+        "".join(pieces_of_text(iter(broken), tokenizer))
+        == tokenizer.decode(broken)
+        == "h\ufffdh\ufffd"
+    )

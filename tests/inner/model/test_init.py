@@ -29,7 +29,11 @@ print(hashlib.sha256(values("layers.3.ffn.up_proj.weight").numpy().tobytes()).he
 
 
 def values(
-    name: str, seed: int = 0, num_layers: int = 8, rows: tuple[int, int] = (0, 200), cols: tuple[int, int] = (0, 100)
+    name: str,
+    seed: int = 0,
+    num_layers: int = 8,
+    rows: tuple[int, int] = (0, 200),
+    cols: tuple[int, int] = (0, 100),
 ) -> torch.Tensor:
     return initial_values(ParamSpec(name, SHAPE), ParamSlice(name, rows, cols), seed, num_layers)
 
@@ -45,7 +49,9 @@ def test_values_depend_on_seed_and_name_alone() -> None:
 @pytest.mark.parametrize("cols", [(0, 100), (13, 77)])
 def test_a_slice_is_that_of_the_whole(rows: tuple[int, int], cols: tuple[int, int]) -> None:
     whole = values("head.weight")
-    assert torch.equal(values("head.weight", rows=rows, cols=cols), whole[slice(*rows), slice(*cols)])
+    assert torch.equal(
+        values("head.weight", rows=rows, cols=cols), whole[slice(*rows), slice(*cols)]
+    )
 
 
 def test_a_large_parameter_is_drawn_in_blocks_with_the_same_result() -> None:
@@ -65,7 +71,9 @@ def test_values_are_the_same_without_the_processor_s_vector_units() -> None:
     features = " ".join(np._core._multiarray_umath.__cpu_dispatch__)  # pyright: ignore[reportAttributeAccessIssue]
     plain = {"ATEN_CPU_CAPABILITY": "default", "NPY_DISABLE_CPU_FEATURES": features}
     command = [sys.executable, "-W", "ignore", "-c", DIGEST]
-    child = subprocess.run(command, cwd=ROOT, env=os.environ | plain, capture_output=True, text=True, timeout=180)
+    child = subprocess.run(
+        command, cwd=ROOT, env=os.environ | plain, capture_output=True, text=True, timeout=180
+    )
     here = hashlib.sha256(values("layers.3.ffn.up_proj.weight").numpy().tobytes()).hexdigest()
     assert child.stdout.strip() == here, child.stderr
 
@@ -84,14 +92,20 @@ def test_values_have_the_moments_of_a_normal_distribution() -> None:
         math.isclose(got, expected, abs_tol=4e-3 * math.sqrt(spread))
         for got, expected, spread in zip(moments, (0, 1, 0, 3), (1, 2, 15, 96), strict=True)
     )
-    neighbours = (drawn[:, 1:] * drawn[:, :-1]).mean().item(), (drawn[1:] * drawn[:-1]).mean().item()
+    neighbours = (
+        (drawn[:, 1:] * drawn[:, :-1]).mean().item(),
+        (drawn[1:] * drawn[:-1]).mean().item(),
+    )
     assert max(map(abs, neighbours)) < 4e-3
 
 
 def test_a_dry_run_draws_nothing() -> None:
     with FakeTensorMode():
         drawn = initial_values(
-            ParamSpec("embed.weight", (1 << 40, 1 << 20)), ParamSlice("e", (0, 1 << 40), (0, 1 << 20)), 0, 8
+            ParamSpec("embed.weight", (1 << 40, 1 << 20)),
+            ParamSlice("e", (0, 1 << 40), (0, 1 << 20)),
+            0,
+            8,
         )
     assert drawn.shape == (1 << 40, 1 << 20)
 

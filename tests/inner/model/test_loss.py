@@ -70,7 +70,9 @@ def test_bfloat16_gradients_add_up_in_fp32() -> None:
 
 @pytest.mark.parametrize("num_tokens", [16, 4096])
 def test_sums_over_tokens_beyond_the_range_of_float16_do_not_overflow(num_tokens: int) -> None:
-    """The backward multiplies them by a small number: the loss scale divided by the step's tokens."""
+    """The backward multiplies them by a small number: the loss scale divided by the step's
+    tokens.
+    """
     x = torch.full((num_tokens, 4), 50.0, dtype=torch.float16, requires_grad=True)
     weight = torch.zeros(8, 4, dtype=torch.float16, requires_grad=True)
     loss = ChunkedCrossEntropy(4096)(x, weight, torch.zeros(num_tokens, dtype=torch.int64))
@@ -92,7 +94,9 @@ def test_logits_of_one_chunk_are_the_most_that_is_held() -> None:
 
 
 def plain_with_z_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy + Z_LOSS log(Z)^2, summed over valid targets, as PaLM (2204.02311) writes it."""
+    """Cross-entropy + Z_LOSS log(Z)^2, summed over valid targets, as PaLM (2204.02311) writes
+    it.
+    """
     log_z = torch.logsumexp((x @ weight.t()).float(), dim=-1)
     return plain(x, weight, targets) + Z_LOSS * (log_z**2)[targets >= 0].sum()
 
@@ -127,7 +131,11 @@ def test_evaluation_computes_no_gradients() -> None:
         ChunkedCrossEntropy(5)(x, weight, targets)
     with FlopCounterMode(display=False) as training:
         ChunkedCrossEntropy(5)(x, weight, targets)
-    assert training.get_total_flops() == 3 * evaluating.get_total_flops() == 3 * 2 * TOKENS * VOCAB * DIM
+    assert (
+        training.get_total_flops()
+        == 3 * evaluating.get_total_flops()
+        == 3 * 2 * TOKENS * VOCAB * DIM
+    )
 
 
 class Collectives(TorchDispatchMode):
@@ -163,7 +171,9 @@ def test_a_vocabulary_cut_unevenly_gives_the_same(num_ranks: int, chunk: int) ->
     for mine in ranks:
         torch.testing.assert_close(mine[0], loss, rtol=1e-5, atol=0)
     torch.testing.assert_close(sum(mine[1] for mine in ranks), grad_x, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.cat([mine[2] for mine in ranks]), grad_weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([mine[2] for mine in ranks]), grad_weight, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_ranks_exchange_three_numbers_a_token_and_never_logits() -> None:

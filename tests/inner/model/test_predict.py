@@ -1,4 +1,6 @@
-"""Multi-token prediction: what the extra depths compute, by the formula, and what they leave alone."""
+"""Multi-token prediction: what the extra depths compute, by the formula, and what they leave
+alone.
+"""
 
 import math
 from dataclasses import replace
@@ -65,23 +67,33 @@ def block(w: dict[str, Tensor], number: int, x: Tensor, is_seen: Tensor) -> Tens
     """One layer of a sequence x (S, D), with attention where `is_seen` (S, S) says so."""
     name = f"layers.{number}."
     read = norm(x, w[name + "attention_norm.weight"])
-    (q, k, v) = ((read @ w[f"{name}attention.{one}_proj.weight"].T).unflatten(-1, (-1, 8)) for one in "qkv")
+    (q, k, v) = (
+        (read @ w[f"{name}attention.{one}_proj.weight"].T).unflatten(-1, (-1, 8)) for one in "qkv"
+    )
     (q, k) = (turn(q), turn(k).repeat_interleave(2, dim=1))
     scores = torch.einsum("she,the->hst", q, k) / math.sqrt(8)
     weights = scores.masked_fill(~is_seen, -math.inf).softmax(-1)
     mixed = torch.einsum("hst,the->she", weights, v.repeat_interleave(2, dim=1)).flatten(-2)
     x = x + mixed @ w[name + "attention.out_proj.weight"].T
     read = norm(x, w[name + "ffn_norm.weight"])
-    hidden = F.silu(read @ w[name + "ffn.gate_proj.weight"].T) * (read @ w[name + "ffn.up_proj.weight"].T)
+    hidden = F.silu(read @ w[name + "ffn.gate_proj.weight"].T) * (
+        read @ w[name + "ffn.up_proj.weight"].T
+    )
     return x + hidden @ w[name + "ffn.down_proj.weight"].T
 
 
-def losses_by_hand(w: dict[str, Tensor], window: list[int], *, masks_documents: bool) -> list[tuple[Tensor, int]]:
+def losses_by_hand(
+    w: dict[str, Tensor], window: list[int], *, masks_documents: bool
+) -> list[tuple[Tensor, int]]:
     """The summed cross-entropy and the number of targets of the next token, then of each depth."""
     length = len(window) - 1
     tokens = [max(token, 0) for token in window]
-    document = [window[:position].count(EOS) if masks_documents else 0 for position in range(length)]
-    is_seen = torch.tensor([[a >= b and document[a] == document[b] for b in range(length)] for a in range(length)])
+    document = [
+        window[:position].count(EOS) if masks_documents else 0 for position in range(length)
+    ]
+    is_seen = torch.tensor(
+        [[a >= b and document[a] == document[b] for b in range(length)] for a in range(length)]
+    )
     head = w.get("head.weight", w["embed.weight"])
     x = w["embed.weight"][tokens[:length]]
     for number in range(2):
@@ -91,7 +103,8 @@ def losses_by_hand(w: dict[str, Tensor], window: list[int], *, masks_documents: 
     for depth in range(DEPTHS + 1):
         if depth:
             joint = f"layers.{1 + depth}.joint."
-            # Past the end any token will do, because nothing is learned there and no position after it exists.
+            # Past the end any token will do, because nothing is learned there and no position after
+            # it exists.
             ahead = [tokens[min(position + depth, length - 1)] for position in range(length)]
             both = norm(w["embed.weight"][ahead], w[joint + "token_norm.weight"])
             both = torch.cat((both, norm(read, w[joint + "stream_norm.weight"])), dim=-1)
@@ -101,26 +114,38 @@ def losses_by_hand(w: dict[str, Tensor], window: list[int], *, masks_documents: 
         learns = [
             position
             for position in range(length - depth)
-            if document[position] == document[position + depth] and window[position + depth + 1] >= 0
+            if document[position] == document[position + depth]
+            and window[position + depth + 1] >= 0
         ]
-        total = sum((-logits[position, window[position + depth + 1]] for position in learns), torch.zeros(()))
+        total = sum(
+            (-logits[position, window[position + depth + 1]] for position in learns),
+            torch.zeros(()),
+        )
         found.append((total, len(learns)))
     return found
 
 
 @pytest.mark.parametrize("eos_id", [None, EOS], ids=["across documents", "within documents"])
 @pytest.mark.parametrize("sizes", [SIZES, TIED], ids=["own head", "tied"])
-def test_losses_and_gradients_are_those_of_the_formula(sizes: ModelSizes, eos_id: int | None) -> None:
+def test_losses_and_gradients_are_those_of_the_formula(
+    sizes: ModelSizes, eos_id: int | None
+) -> None:
     model = spread_model(sizes, seq_len=SEQ_LEN).requires_grad_(True)
     windows = windows_of()
     made = Cutter(torch.arange(SEQ_LEN), SEQ_LEN, eos_id, num_depths=DEPTHS)(windows)
     scale = 1 / num_targets(windows)
     with recording_depths([model], DEPTHS, torch.device("cpu")) as sums_2P:
-        loss = model(made.tokens_BS, targets_BS=made.targets_BS, packing=made.packing, ahead=made.ahead)
+        loss = model(
+            made.tokens_BS, targets_BS=made.targets_BS, packing=made.packing, ahead=made.ahead
+        )
     (loss * scale).backward()
 
-    weights = {name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()}
-    by_row = [losses_by_hand(weights, row, masks_documents=eos_id is not None) for row in windows.tolist()]
+    weights = {
+        name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()
+    }
+    by_row = [
+        losses_by_hand(weights, row, masks_documents=eos_id is not None) for row in windows.tolist()
+    ]
     totals = [torch.stack([row[depth][0] for row in by_row]).sum() for depth in range(DEPTHS + 1)]
     counts = [sum(row[depth][1] for row in by_row) for depth in range(DEPTHS + 1)]
     torch.autograd.backward([scale * (totals[0] + WEIGHT / DEPTHS * (totals[1] + totals[2]))])
@@ -140,10 +165,22 @@ def test_a_depth_reads_and_learns_what_is_in_its_document_and_sequence() -> None
     made = Cutter(torch.arange(8), 8, EOS, num_depths=2)(DOCUMENTS).ahead
     assert made is not None
     no = -100
-    assert made.tokens_PBS[0].tolist() == [[5, EOS, no, 9, 8, EOS, no, no], [4, 4, 4, 4, 4, 4, no, no]]
-    assert made.targets_PBS[0].tolist() == [[EOS, 9, no, 8, EOS, 3, no, no], [4, 4, 4, 4, 4, no, no, no]]
-    assert made.tokens_PBS[1].tolist() == [[EOS, no, no, 8, EOS, no, no, no], [4, 4, 4, 4, 4, no, no, no]]
-    assert made.targets_PBS[1].tolist() == [[9, no, no, EOS, 3, no, no, no], [4, 4, 4, 4, no, no, no, no]]
+    assert made.tokens_PBS[0].tolist() == [
+        [5, EOS, no, 9, 8, EOS, no, no],
+        [4, 4, 4, 4, 4, 4, no, no],
+    ]
+    assert made.targets_PBS[0].tolist() == [
+        [EOS, 9, no, 8, EOS, 3, no, no],
+        [4, 4, 4, 4, 4, no, no, no],
+    ]
+    assert made.tokens_PBS[1].tolist() == [
+        [EOS, no, no, 8, EOS, no, no, no],
+        [4, 4, 4, 4, 4, no, no, no],
+    ]
+    assert made.targets_PBS[1].tolist() == [
+        [9, no, no, EOS, 3, no, no, no],
+        [4, 4, 4, 4, no, no, no, no],
+    ]
 
 
 def test_without_a_document_mask_a_depth_reads_on() -> None:
@@ -176,13 +213,19 @@ def test_a_rank_with_some_positions_sees_tokens_that_other_ranks_hold(eos_id: in
 def test_generation_and_evaluation_are_those_of_the_model_without_depths() -> None:
     model = spread_model(SIZES)
     tensors = tensors_of(model)
-    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(("layers.2.", "layers.3."))}
+    plain = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(("layers.2.", "layers.3."))
+    }
     assert len(plain) < len(tensors)
     texts = []
     losses = []
     for sizes, weights in ((SIZES, tensors), (PLAIN, plain)):
         built = build_whole_model(sizes, weights, 32, "cpu")
-        texts.append(list(generate(built, [1, 2, 3], 8, Sampling(temperature=0), torch.Generator())))
+        texts.append(
+            list(generate(built, [1, 2, 3], 8, Sampling(temperature=0), torch.Generator()))
+        )
         losses.append(summed_loss(built, [windows_of()], SEQ_LEN, EOS))
     assert texts[0] == texts[1]
     assert losses[0] == losses[1]
@@ -197,11 +240,15 @@ def trained_on_a_rank(
     return steps, heldout, whole_model(trainer.params)[0]
 
 
-def trained(sizes: ModelSizes, changes: dict | None = None) -> tuple[list[StepResult], tuple[float, int], dict]:
+def trained(
+    sizes: ModelSizes, changes: dict | None = None
+) -> tuple[list[StepResult], tuple[float, int], dict]:
     return run_ranks(trained_on_a_rank, 1, Degrees(), sizes, changes or {})[0]
 
 
-def test_depths_report_losses_of_their_own_and_the_reported_loss_is_that_of_the_next_token() -> None:
+def test_depths_report_losses_of_their_own_and_the_reported_loss_is_that_of_the_next_token() -> (
+    None
+):
     (with_depths, heldout, _) = trained(SIZES)
     (without, same_heldout, _) = trained(PLAIN)
     assert heldout == same_heldout
@@ -241,16 +288,22 @@ def test_muon_takes_the_matrices_of_depths() -> None:
         for group in each.param_groups
         for param in group["params"]
     }
-    of_depth = {name: param for name, param in model.named_parameters() if name.startswith("layers.2.")}
+    of_depth = {
+        name: param for name, param in model.named_parameters() if name.startswith("layers.2.")
+    }
     assert {name for name, param in of_depth.items() if id(param) in taken} == {
         name for name, param in of_depth.items() if param.ndim == 2
     }
     assert "layers.2.joint.proj.weight" in of_depth
 
 
-def checkpoint_on_a_rank(rank: int, degrees: Degrees, folder: Path, is_saved: bool) -> dict[str, Tensor]:
+def checkpoint_on_a_rank(
+    rank: int, degrees: Degrees, folder: Path, is_saved: bool
+) -> dict[str, Tensor]:
     parallel = ParallelConfig(schedule="zbv")
-    trainer = build_trainer(degrees, LAYERED, OPTIMIZER, parallel, micro_batch=3, seed=7 if is_saved else 99)
+    trainer = build_trainer(
+        degrees, LAYERED, OPTIMIZER, parallel, micro_batch=3, seed=7 if is_saved else 99
+    )
     checkpoints = Checkpoints(folder, keep=2, timeout_seconds=60)
     if is_saved:
         step(trainer)
@@ -285,23 +338,35 @@ def test_counts_of_parameters_include_the_depths() -> None:
     assert without == 671_026_404_352
     # One layer with experts, three norms, and the matrix that joins token and stream.
     layer = sum(
-        math.prod(spec.shape) for spec in param_specs(PRESETS["deepseek-v3"]) if spec.name.startswith("layers.60.")
+        math.prod(spec.shape)
+        for spec in param_specs(PRESETS["deepseek-v3"])
+        if spec.name.startswith("layers.60.")
     )
-    assert num_elements(param_specs(sizes)) == without + layer + 3 * 7168 + 2 * 7168**2 == 682_636_472_320
+    assert (
+        num_elements(param_specs(sizes))
+        == without + layer + 3 * 7168 + 2 * 7168**2
+        == 682_636_472_320
+    )
     assert num_active(sizes) == num_active(PRESETS["deepseek-v3"])
 
 
 @pytest.mark.parametrize(
-    "sizes", [SIZES, TIED, replace(PRESETS["1m-experts"], predict=PREDICT)], ids=["own", "tied", "experts"]
+    "sizes",
+    [SIZES, TIED, replace(PRESETS["1m-experts"], predict=PREDICT)],
+    ids=["own", "tied", "experts"],
 )
 def test_specs_have_the_models_own_names_shapes_and_order(sizes: ModelSizes) -> None:
     with torch.device("meta"):
         model = Transformer(sizes, torch.arange(8))
     named = tensors_of(model)
-    assert [(spec.name, spec.shape) for spec in param_specs(sizes)] == [(n, tuple(t.shape)) for n, t in named.items()]
+    assert [(spec.name, spec.shape) for spec in param_specs(sizes)] == [
+        (n, tuple(t.shape)) for n, t in named.items()
+    ]
 
 
-@pytest.mark.parametrize("values", [{"depths": 0}, {"depths": -1}, {"depths": 65}, {"depths": 1, "weight": -0.1}, {}])
+@pytest.mark.parametrize(
+    "values", [{"depths": 0}, {"depths": -1}, {"depths": 65}, {"depths": 1, "weight": -0.1}, {}]
+)
 def test_depths_and_weights_that_make_no_sense_are_refused(values: dict) -> None:
     with pytest.raises(ValidationError, match=r"predict\.(depths|weight)"):
         ModelConfig.model_validate({"preset": "1m", "predict": values})

@@ -17,10 +17,14 @@ from inner.model.transformer import Transformer
 def test_closed_form_counts_the_model_exactly(name: str) -> None:
     with torch.device("meta"):
         model = Transformer(PRESETS[name], torch.arange(8))
-    assert num_elements(param_specs(PRESETS[name])) == sum(param.numel() for param in model.parameters())
+    assert num_elements(param_specs(PRESETS[name])) == sum(
+        param.numel() for param in model.parameters()
+    )
 
 
-@pytest.mark.parametrize(("name", "count"), [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("8b", 8_030_261_248)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("8b", 8_030_261_248)]
+)
 def test_llama_presets_have_the_published_counts(name: str, count: int) -> None:
     assert num_elements(param_specs(PRESETS[name])) == count
 
@@ -34,7 +38,9 @@ def test_llama_presets_have_the_published_counts(name: str, count: int) -> None:
         ("1b", 1_235_814_400, 1_235_814_400),
     ],
 )
-def test_a_token_uses_the_published_number_of_parameters(name: str, count: int, active: int) -> None:
+def test_a_token_uses_the_published_number_of_parameters(
+    name: str, count: int, active: int
+) -> None:
     assert num_elements(param_specs(PRESETS[name])) == count
     assert num_active(PRESETS[name]) == active
 
@@ -87,11 +93,15 @@ def test_unknown_preset_lists_the_choices_and_names_the_nearest() -> None:
 
 
 def test_no_preset_names_what_is_missing() -> None:
-    expect_error(ModelConfig(dim=64, num_heads=4), "num_layers, num_kv_heads, ffn_dim", "model.preset", "1m")
+    expect_error(
+        ModelConfig(dim=64, num_heads=4), "num_layers, num_kv_heads, ffn_dim", "model.preset", "1m"
+    )
 
 
 def test_heads_that_do_not_cut_dim_name_a_dim_that_works() -> None:
-    expect_error(ModelConfig(preset="1m", num_heads=6), "model.dim (128)", "num_heads (6)", "120 or 132")
+    expect_error(
+        ModelConfig(preset="1m", num_heads=6), "model.dim (128)", "num_heads (6)", "120 or 132"
+    )
 
 
 def test_heads_of_an_odd_size_name_a_size_that_works() -> None:
@@ -99,11 +109,17 @@ def test_heads_of_an_odd_size_name_a_size_that_works() -> None:
 
 
 def test_what_could_not_be_exported_is_refused_before_it_is_trained() -> None:
-    expect_error(ModelConfig(preset="1m", qk_norm=True, qkv_bias=True), "model.qk_norm and model.qkv_bias", "exported")
+    expect_error(
+        ModelConfig(preset="1m", qk_norm=True, qkv_bias=True),
+        "model.qk_norm and model.qkv_bias",
+        "exported",
+    )
 
 
 def test_key_value_heads_that_do_not_divide_name_those_that_do() -> None:
-    expect_error(ModelConfig(preset="1m", num_kv_heads=3), "num_kv_heads (3)", "try num_kv_heads 1, 2, 4")
+    expect_error(
+        ModelConfig(preset="1m", num_kv_heads=3), "num_kv_heads (3)", "try num_kv_heads 1, 2, 4"
+    )
 
 
 def test_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:

@@ -24,7 +24,9 @@ RULES = {
 }
 
 
-def all_pairs(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None, rule: ScoreRule) -> Tensor:
+def all_pairs(
+    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None, rule: ScoreRule
+) -> Tensor:
     """The same attention from a matrix of all scores."""
     q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -41,7 +43,9 @@ def all_pairs(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing |
     return (scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1) @ v).transpose(1, 2)
 
 
-def given_inputs(has_documents: bool, num_kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Inputs:
+def given_inputs(
+    has_documents: bool, num_kv_heads: int = 2, dtype: torch.dtype = torch.float32
+) -> Inputs:
     made = inputs(Case("ring", num_kv_heads, has_documents, dtype), SEQ_LEN)
     q, k, v, dy = (x.to(dtype) for x in made[:4])
     return Inputs(q, k, v, dy, made.packing)
@@ -62,14 +66,19 @@ def test_values_and_gradients_equal_those_of_all_pairs(monkeypatch, rule, has_do
 def test_a_window_of_the_whole_sequence_changes_no_bit():
     given = given_inputs(has_documents=True)
     plain = causal_attention(given.q, given.k, given.v, given.packing)
-    assert torch.equal(causal_attention(*given[:3], given.packing, ScoreRule(window=SEQ_LEN)), plain)
+    assert torch.equal(
+        causal_attention(*given[:3], given.packing, ScoreRule(window=SEQ_LEN)), plain
+    )
 
 
 def test_keys_outside_of_windows_are_not_multiplied(monkeypatch):
     monkeypatch.setattr(span_attention, "CHUNK", 4)
     positions = torch.arange(SEQ_LEN)
     spans = span_attention.build_spans(positions, positions, None, 5)
-    numbers = [chunk.keys.stop - chunk.keys.start for chunk in span_attention._chunks(spans, torch.device("cpu"))]
+    numbers = [
+        chunk.keys.stop - chunk.keys.start
+        for chunk in span_attention._chunks(spans, torch.device("cpu"))
+    ]
     assert max(numbers) == 4 + 5 - 1
 
 
@@ -79,7 +88,9 @@ def test_a_cache_computes_the_same_one_position_at_a_time(rule):
     expected = causal_attention(given.q, given.k, given.v, None, rule)
     cache = KeyValueCache(SEQ_LEN)
     parts = [slice(0, 9), *(slice(at, at + 1) for at in range(9, SEQ_LEN))]
-    found = torch.cat([cache(*(x[:, part] for x in given[:3]), None, rule) for part in parts], dim=1)
+    found = torch.cat(
+        [cache(*(x[:, part] for x in given[:3]), None, rule) for part in parts], dim=1
+    )
     assert float((found - expected).abs().max()) < 1e-5
 
 
@@ -92,4 +103,6 @@ def test_a_packing_knows_where_documents_begin():
     made = inputs(Case("ring", 2, True, torch.float32), SEQ_LEN).packing
     assert made is not None
     for row, documents in enumerate(made.sequences_BT):
-        assert made.starts_BT[row].tolist() == [int(np.searchsorted(documents, each)) for each in documents]
+        assert made.starts_BT[row].tolist() == [
+            int(np.searchsorted(documents, each)) for each in documents
+        ]

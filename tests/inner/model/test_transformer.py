@@ -20,7 +20,9 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def plain_attention(weights: dict[str, Tensor], x: Tensor, sizes: ModelSizes) -> Tensor:
     """Reference attention: one position and one head at a time, with RoPE as complex numbers."""
     length, size = x.shape[0], sizes.head_dim
-    freqs = torch.tensor([sizes.rope_theta ** (-2 * pair / size) for pair in range(size // 2)], dtype=x.dtype)
+    freqs = torch.tensor(
+        [sizes.rope_theta ** (-2 * pair / size) for pair in range(size // 2)], dtype=x.dtype
+    )
 
     def heads(part: str) -> Tensor:
         y = (x @ weights[f"{part}_proj.weight"].T).view(length, -1, size)
@@ -50,10 +52,16 @@ def plain_forward(model: Transformer, tokens: Tensor) -> Tensor:
     for layer in range(sizes.num_layers):
         part = {name.removeprefix(f"layers.{layer}."): value for name, value in weights.items()}
         inner = {name.removeprefix("attention."): value for name, value in part.items()}
-        x = x + plain_attention(inner, norm(x, part["attention_norm.weight"], sizes.norm_eps), sizes)
+        x = x + plain_attention(
+            inner, norm(x, part["attention_norm.weight"], sizes.norm_eps), sizes
+        )
         y = norm(x, part["ffn_norm.weight"], sizes.norm_eps)
         gate = y @ part["ffn.gate_proj.weight"].T
-        x = x + (gate * gate.sigmoid() * (y @ part["ffn.up_proj.weight"].T)) @ part["ffn.down_proj.weight"].T
+        x = (
+            x
+            + (gate * gate.sigmoid() * (y @ part["ffn.up_proj.weight"].T))
+            @ part["ffn.down_proj.weight"].T
+        )
     head = weights["embed.weight"] if sizes.tie_embeddings else weights["head.weight"]
     return norm(x, weights["norm.weight"], sizes.norm_eps) @ head.T
 
@@ -63,10 +71,15 @@ def test_forward_equals_a_plain_restatement(tie_embeddings: bool) -> None:
     model = build_model(replace(SIZES, tie_embeddings=tie_embeddings))
     with torch.no_grad():
         for param in model.parameters():
-            # Larger than initial weights, so that attention and gate are far from uniform. Norms differ from one.
-            param.mul_(10) if param.ndim > 1 else param.add_(torch.linspace(-0.5, 0.5, param.numel()))
+            # Larger than initial weights, so that attention and gate are far from uniform. Norms
+            # differ from one.
+            param.mul_(10) if param.ndim > 1 else param.add_(
+                torch.linspace(-0.5, 0.5, param.numel())
+            )
         tokens = torch.randint(0, 61, (1, 9), generator=torch.Generator().manual_seed(0))
-        torch.testing.assert_close(model(tokens)[0].double(), plain_forward(model, tokens[0]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(tokens)[0].double(), plain_forward(model, tokens[0]), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_later_token_changes_no_earlier_logits() -> None:

@@ -18,7 +18,9 @@ from tests.inner.small import SIZES, build_model
 
 
 def lrs(total_steps: int, **config: object) -> list[float]:
-    settings = OptimizerConfig.model_validate({"lr": 1.0, "warmup_steps": 2, "min_lr_ratio": 0.0} | config)
+    settings = OptimizerConfig.model_validate(
+        {"lr": 1.0, "warmup_steps": 2, "min_lr_ratio": 0.0} | config
+    )
     return [lr_at(step, total_steps, settings) for step in range(total_steps + 2)]
 
 
@@ -27,7 +29,9 @@ def test_constant_warms_up_and_stays() -> None:
 
 
 def test_cosine_ends_at_the_least_on_the_last_step() -> None:
-    expected = [0.5, 1] + [(1 + math.cos(math.pi * part)) / 2 for part in (0.25, 0.5, 0.75, 1, 1, 1)]
+    expected = [0.5, 1] + [
+        (1 + math.cos(math.pi * part)) / 2 for part in (0.25, 0.5, 0.75, 1, 1, 1)
+    ]
     assert lrs(6, schedule="cosine") == pytest.approx(expected, abs=1e-15)
 
 
@@ -54,7 +58,9 @@ NAMES = [name for name, _ in MODEL.named_parameters()]
 
 def treatments(**config: Any) -> dict[str, tuple[str, float, float]]:
     """(optimizer, weight decay, lr scale) of each parameter; every one is in exactly one group."""
-    optimizers = build_optimizers([MODEL], NAMES, OptimizerConfig.model_validate({"weight_decay": 0.3} | config))
+    optimizers = build_optimizers(
+        [MODEL], NAMES, OptimizerConfig.model_validate({"weight_decay": 0.3} | config)
+    )
     name_of = {id(param): name for name, param in MODEL.named_parameters()}
     found = [
         (name_of[id(param)], (type(optimizer).__name__, group["weight_decay"], group["lr_scale"]))
@@ -72,14 +78,18 @@ def decays(name: str) -> bool:
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", "AdamW"), ("sgd", "SGD")])
 def test_only_matrices_but_the_embedding_decay(name: str, kind: str) -> None:
-    assert treatments(name=name) == {param: (kind, 0.3 if decays(param) else 0.0, 1.0) for param in NAMES}
+    assert treatments(name=name) == {
+        param: (kind, 0.3 if decays(param) else 0.0, 1.0) for param in NAMES
+    }
 
 
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
     def kind(name: str) -> str:
         return "Muon" if name.startswith("layers.") and decays(name) else "AdamW"
 
-    assert treatments(name="muon") == {name: (kind(name), 0.3 if decays(name) else 0.0, 1.0) for name in NAMES}
+    assert treatments(name="muon") == {
+        name: (kind(name), 0.3 if decays(name) else 0.0, 1.0) for name in NAMES
+    }
 
 
 def test_the_first_matching_group_counts_and_others_stay_as_they_are() -> None:
@@ -103,7 +113,9 @@ def test_a_stage_may_hold_nothing_that_a_pattern_takes() -> None:
     config = OptimizerConfig(groups=(ParamGroup(pattern="^head", lr_scale=0.1),))
     first, last = (
         Transformer(
-            SIZES, torch.arange(32), Stage(index, range(index, index + 1), is_first=index == 0, is_last=index == 1)
+            SIZES,
+            torch.arange(32),
+            Stage(index, range(index, index + 1), is_first=index == 0, is_last=index == 1),
         )
         for index in range(2)
     )
@@ -123,11 +135,15 @@ def test_both_copies_of_a_tied_table_are_stepped() -> None:
     ]
     (optimizer,) = build_optimizers(stages, names, OptimizerConfig())
     stepped = [param for group in optimizer.param_groups for param in group["params"]]
-    assert [sum(param is stage.get_parameter("embed.weight") for param in stepped) for stage in stages] == [1, 1]
+    assert [
+        sum(param is stage.get_parameter("embed.weight") for param in stepped) for stage in stages
+    ] == [1, 1]
 
 
 def test_the_learning_rate_is_scaled_by_group() -> None:
-    config = OptimizerConfig(name="muon", groups=(ParamGroup(pattern="^(head|layers)", lr_scale=0.25),))
+    config = OptimizerConfig(
+        name="muon", groups=(ParamGroup(pattern="^(head|layers)", lr_scale=0.25),)
+    )
     optimizers = build_optimizers([MODEL], NAMES, config)
     set_lr(optimizers, 0.4)
     name_of = {id(param): name for name, param in MODEL.named_parameters()}
@@ -140,7 +156,9 @@ def test_the_learning_rate_is_scaled_by_group() -> None:
 
 def test_a_scale_of_0_freezes() -> None:
     model = build_model()
-    (optimizer,) = build_optimizers([model], NAMES, OptimizerConfig(groups=(ParamGroup(pattern="norm", lr_scale=0),)))
+    (optimizer,) = build_optimizers(
+        [model], NAMES, OptimizerConfig(groups=(ParamGroup(pattern="norm", lr_scale=0),))
+    )
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     for param in model.parameters():
         param.grad = torch.ones_like(param)

@@ -32,7 +32,9 @@ def stepped_on_a_rank(
     return result, before, biases(trainer)
 
 
-def stepped(changes: dict | None = None, **how: object) -> tuple[StepResult, list[list[float]], list[list[float]]]:
+def stepped(
+    changes: dict | None = None, **how: object
+) -> tuple[StepResult, list[list[float]], list[list[float]]]:
     return run_ranks(stepped_on_a_rank, 1, changes or {}, ParallelConfig.model_validate(how))[0]
 
 
@@ -43,7 +45,9 @@ def test_each_step_moves_biases_toward_an_equal_load_and_keeps_their_sum() -> No
     for counts, old, new in zip(result.routing.counts, before, after, strict=True):
         mean = sum(counts) / len(counts)
         signs = [(mean > count) - (mean < count) for count in counts]
-        expected = [b + SPEED * (sign - sum(signs) / len(signs)) for b, sign in zip(old, signs, strict=True)]
+        expected = [
+            b + SPEED * (sign - sum(signs) / len(signs)) for b, sign in zip(old, signs, strict=True)
+        ]
         assert new == pytest.approx(expected, abs=1e-7)
         assert sum(new) == pytest.approx(0.0, abs=1e-7)
 
@@ -65,16 +69,22 @@ def test_inputs_are_counted_once_whatever_is_repeated_or_measured() -> None:
 
 def test_losses_that_have_a_weight_are_reported_beside_the_loss() -> None:
     plain = stepped()[0]
-    weighted = stepped({"balance": BalanceConfig(bias_speed=0.0, sequence_loss=1e-9, router_z_loss=1e-9)})[0]
+    weighted = stepped(
+        {"balance": BalanceConfig(bias_speed=0.0, sequence_loss=1e-9, router_z_loss=1e-9)}
+    )[0]
     assert plain.routing is not None and weighted.routing is not None
     assert plain.routing.figures == {"dropped": 0}
     assert 1 <= weighted.routing.figures["sequence_loss"] < 4
-    assert weighted.routing.figures["router_z_loss"] == pytest.approx(torch.tensor(4.0).log().item() ** 2, rel=0.05)
+    assert weighted.routing.figures["router_z_loss"] == pytest.approx(
+        torch.tensor(4.0).log().item() ** 2, rel=0.05
+    )
     assert set(weighted.routing.loads_by_layer) == {"0", "1"}
     assert min(weighted.routing.loads) >= 1
 
 
-def left_alone_on_a_rank(rank: int) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
+def left_alone_on_a_rank(
+    rank: int,
+) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
     trainer = build_trainer(Degrees(), SIZES, CONFIG)
     trainer.step(share(trainer, batch(0)))
     before = biases(trainer)
@@ -105,7 +115,10 @@ def broken_on_a_rank(rank: int) -> str:
 
 
 def test_a_router_that_is_not_finite_is_named() -> None:
-    assert "the first router that was not finite is that of layer 1" in run_ranks(broken_on_a_rank, 1)[0]
+    assert (
+        "the first router that was not finite is that of layer 1"
+        in run_ranks(broken_on_a_rank, 1)[0]
+    )
 
 
 def routing(counts: tuple[int, ...]) -> RoutingResult:

@@ -34,20 +34,30 @@ def exponents(pattern: list[bool], first: int) -> list[int]:
         pytest.param([*G[1:], True, *G], 16, [16, 17], id="good steps after an overflow"),
         pytest.param([*G, *G], MAX_EXPONENT - 1, [MAX_EXPONENT], id="the largest"),
         pytest.param([True, True, True], 2, [2, 1, 0], id="the smallest"),
-        pytest.param([True, False, True], 0, [0, 0], id="one overflow is tolerated at the smallest"),
+        pytest.param(
+            [True, False, True], 0, [0, 0], id="one overflow is tolerated at the smallest"
+        ),
     ],
 )
-def test_a_pattern_of_overflows_gives_these_scales(pattern: list[bool], first: int, expected: list[int]) -> None:
+def test_a_pattern_of_overflows_gives_these_scales(
+    pattern: list[bool], first: int, expected: list[int]
+) -> None:
     assert exponents(pattern, first) == expected
 
 
 def test_a_second_overflow_in_a_row_at_the_smallest_scale_stops_the_training() -> None:
-    with pytest.raises(TrainingStopped, match=r"2 steps in a row.*loss scale of 1.*bfloat16 or float32"):
+    with pytest.raises(
+        TrainingStopped, match=r"2 steps in a row.*loss scale of 1.*bfloat16 or float32"
+    ):
         exponents([True, True], 0)
 
 
-@pytest.mark.parametrize(("others", "expected"), [(14, (14, 0)), (16, (16, 7)), (18, (16, 7)), (None, (16, 7))])
-def test_the_smaller_scale_of_other_islands_is_taken(others: int | None, expected: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("others", "expected"), [(14, (14, 0)), (16, (16, 7)), (18, (16, 7)), (None, (16, 7))]
+)
+def test_the_smaller_scale_of_other_islands_is_taken(
+    others: int | None, expected: tuple[int, int]
+) -> None:
     scale = LossScale(16, num_good=7)
     scale.lower(others)
     assert (scale.exponent, scale.num_good) == expected

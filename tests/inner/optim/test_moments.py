@@ -1,4 +1,6 @@
-"""AdamW's moments on any mesh: creating them early changes nothing, and they are read and written like params."""
+"""AdamW's moments on any mesh: creating them early changes nothing, and they are read and written
+like params.
+"""
 
 from dataclasses import replace
 
@@ -37,7 +39,9 @@ class Replica:
     def __init__(self) -> None:
         self.model = build_model(TIED)
         self.params = LocalParams(self.model, [self.model])
-        self.optimizers = build_optimizers([self.model], [spec.name for spec in self.params.specs], OPTIMIZER)
+        self.optimizers = build_optimizers(
+            [self.model], [spec.name for spec in self.params.specs], OPTIMIZER
+        )
 
     def train(self, steps: range) -> list[Tensor]:
         """Make these steps and return the params."""
@@ -63,7 +67,11 @@ def test_moments_made_beforehand_change_no_bit_of_training() -> None:
     assert all(map(torch.equal, snapshot(replica.params), snapshot(plain.params)))
     states, lazy = (list(r.optimizers[0].state.values()) for r in (replica, plain))
     assert [state.keys() for state in states] == [state.keys() for state in lazy]
-    assert all(torch.equal(ours[key], state[key]) for ours, state in zip(states, lazy, strict=True) for key in state)
+    assert all(
+        torch.equal(ours[key], state[key])
+        for ours, state in zip(states, lazy, strict=True)
+        for key in state
+    )
 
 
 def test_who_takes_moments_and_their_steps_goes_on_as_who_made_them() -> None:
@@ -87,14 +95,20 @@ def test_with_no_steps_behind_second_moments_a_parameter_begins_anew() -> None:
 
 def test_moments_of_adamw_itself_are_held_by_nothing() -> None:
     replica, moments = trained(STEPS)
-    before = [state[kind].clone() for state in replica.optimizers[0].state.values() for kind in KINDS]
+    before = [
+        state[kind].clone() for state in replica.optimizers[0].state.values() for kind in KINDS
+    ]
     moments.set_steps({})
     after = [state[kind] for state in replica.optimizers[0].state.values() for kind in KINDS]
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize(("second", "most"), [(0.0, 0.0), (1e-8, 14.54e-4), (1e-4, 14.54e-2), (4.0, 5.0)])
-def test_a_first_moment_from_elsewhere_is_held_within_the_second_beside_it(second: float, most: float) -> None:
+@pytest.mark.parametrize(
+    ("second", "most"), [(0.0, 0.0), (1e-8, 14.54e-4), (1e-4, 14.54e-2), (4.0, 5.0)]
+)
+def test_a_first_moment_from_elsewhere_is_held_within_the_second_beside_it(
+    second: float, most: float
+) -> None:
     optimizer = torch.optim.AdamW([param := torch.nn.Parameter(torch.zeros(2))], betas=(0.9, 0.999))
     state = make_states([optimizer])[param]
     state["exp_avg"].copy_(torch.tensor([5.0, -5.0]))
@@ -104,7 +118,9 @@ def test_a_first_moment_from_elsewhere_is_held_within_the_second_beside_it(secon
 
 
 def test_where_no_bound_follows_from_the_decays_nothing_is_held() -> None:
-    optimizer = torch.optim.AdamW([param := torch.nn.Parameter(torch.zeros(1))], betas=(0.999, 0.99))
+    optimizer = torch.optim.AdamW(
+        [param := torch.nn.Parameter(torch.zeros(1))], betas=(0.999, 0.99)
+    )
     make_states([optimizer])[param]["exp_avg"].fill_(5.0)
     hold_within_second(optimizer)
     assert optimizer.state[param]["exp_avg"].item() == 5.0
@@ -116,10 +132,16 @@ def test_only_adamw_has_moments_to_average() -> None:
         ParamsAndMoments(LocalParams(model, [model]), [torch.optim.SGD(model.parameters())])
 
 
-def moments_on_a_rank(rank: int, degrees: Degrees, parallel: ParallelConfig | None) -> dict[str, Tensor]:
-    """The model's moments after some steps, assembled from all ranks. Written values are read back."""
+def moments_on_a_rank(
+    rank: int, degrees: Degrees, parallel: ParallelConfig | None
+) -> dict[str, Tensor]:
+    """The model's moments after some steps, assembled from all ranks. Written values are read
+    back.
+    """
     sizes = DEEP if parallel else TIED
-    trainer = build_trainer(degrees, sizes, parallel=parallel, micro_batch=3 if degrees == ONE else 1)
+    trainer = build_trainer(
+        degrees, sizes, parallel=parallel, micro_batch=3 if degrees == ONE else 1
+    )
     moments = ParamsAndMoments(trainer.params, trainer.optimizers)
     for step in range(STEPS):
         trainer.step(share(trainer, batch(step)))
@@ -133,8 +155,13 @@ def moments_on_a_rank(rank: int, degrees: Degrees, parallel: ParallelConfig | No
         moments.write(index, values)
         assert torch.equal(moments.read_all([index])[index], values)
     trainer.step(share(trainer, batch(STEPS)))
-    written = (torch.rand(h.shape, generator=torch.Generator().manual_seed(i)) for i, h in enumerate(moments.slices))
-    assert not any(torch.equal(moments.read_all([i])[i], values) for i, values in enumerate(written)), "these are live"
+    written = (
+        torch.rand(h.shape, generator=torch.Generator().manual_seed(i))
+        for i, h in enumerate(moments.slices)
+    )
+    assert not any(
+        torch.equal(moments.read_all([i])[i], values) for i, values in enumerate(written)
+    ), "these are live"
     return whole
 
 
@@ -143,8 +170,13 @@ class OneKind:
 
     def __init__(self, moments: ParamsAndMoments, kind: str) -> None:
         self._moments, self.specs = moments, moments.specs
-        self._indices = [i for i, held in enumerate(moments.slices) if held.name.endswith(f"@{kind}")]
-        self.slices = [replace(moments.slices[i], name=moments.slices[i].name.partition("@")[0]) for i in self._indices]
+        self._indices = [
+            i for i, held in enumerate(moments.slices) if held.name.endswith(f"@{kind}")
+        ]
+        self.slices = [
+            replace(moments.slices[i], name=moments.slices[i].name.partition("@")[0])
+            for i in self._indices
+        ]
 
     def read(self, index: int) -> Tensor:
         number = self._indices[index]
@@ -161,7 +193,9 @@ class OneKind:
     ],
     ids=str,
 )
-def test_every_mesh_has_the_moments_of_one_process(degrees: Degrees, parallel: ParallelConfig | None) -> None:
+def test_every_mesh_has_the_moments_of_one_process(
+    degrees: Degrees, parallel: ParallelConfig | None
+) -> None:
     expected = run_ranks(moments_on_a_rank, 1, ONE, parallel and PLAIN)[0]
     for found in run_ranks(moments_on_a_rank, degrees.num_ranks, degrees, parallel):
         for name, values in expected.items():

@@ -1,4 +1,6 @@
-"""Muon and NorMuon equal their equations in fp64, Muon that of torch, and both are the same on every mesh."""
+"""Muon and NorMuon equal their equations in fp64, Muon that of torch, and both are the same on
+every mesh.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +16,22 @@ from inner.config import OptimizerConfig, ParallelConfig
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from inner.optim.muon.muon import Muon
-from inner.optim.muon.orthogonalise import newton_schulz, normalise_rows, orthogonalise, product_dtype
+from inner.optim.muon.orthogonalise import (
+    newton_schulz,
+    normalise_rows,
+    orthogonalise,
+    product_dtype,
+)
 from tests.harness import run_ranks
-from tests.inner.small import OPTIMIZER, SEQUENCES, batch, build_trainer, relative_error, share, whole_model
+from tests.inner.small import (
+    OPTIMIZER,
+    SEQUENCES,
+    batch,
+    build_trainer,
+    relative_error,
+    share,
+    whole_model,
+)
 
 # Tall, wide, square, fewer rows than ranks. Neither count nor sizes are multiples of 2 or 4 ranks.
 SHAPES = [(50, 32), (32, 50), (17, 17), (3, 40), (41, 5)]
@@ -32,9 +47,14 @@ def matrices(seed: int) -> list[Tensor]:
 def plain_muon(row_beta: float | None) -> list[Tensor]:
     """The equations on full matrices in fp64."""
     rows = [torch.zeros(s[0], 1, dtype=torch.float64) for s in SHAPES]
-    values, averages = [[m.double() for m in matrices(0)], [torch.zeros(s, dtype=torch.float64) for s in SHAPES]]
+    values, averages = [
+        [m.double() for m in matrices(0)],
+        [torch.zeros(s, dtype=torch.float64) for s in SHAPES],
+    ]
     for step in range(STEPS):
-        for value, average, row, grad in zip(values, averages, rows, matrices(1 + step), strict=True):
+        for value, average, row, grad in zip(
+            values, averages, rows, matrices(1 + step), strict=True
+        ):
             average.mul_(MOMENTUM).add_(grad.double(), alpha=1 - MOMENTUM)
             ahead = MOMENTUM * average + (1 - MOMENTUM) * grad.double()
             u, s, v = torch.linalg.svd(ahead / ahead.norm(), full_matrices=False)
@@ -67,17 +87,24 @@ SPREADS: dict[int, list[Spread]] = {
 
 def all_spreads(_: int, num_ranks: int) -> dict[str, list[list[Tensor]]]:
     """Full matrices after some steps, by optimizer, for each way to shard them."""
-    return {kind: [step_all(*spread, ROW_BETAS[kind]) for spread in SPREADS[num_ranks]] for kind in ROW_BETAS}
+    return {
+        kind: [step_all(*spread, ROW_BETAS[kind]) for spread in SPREADS[num_ranks]]
+        for kind in ROW_BETAS
+    }
 
 
-def step_all(shape: tuple[int, ...], placements: list[Placement], row_beta: float | None) -> list[Tensor]:
+def step_all(
+    shape: tuple[int, ...], placements: list[Placement], row_beta: float | None
+) -> list[Tensor]:
     mesh = init_device_mesh("cpu", shape)
 
     def spread(values: list[Tensor]) -> list[Any]:
         return [distribute_tensor(value, mesh, placements, src_data_rank=None) for value in values]
 
     params = [nn.Parameter(value) for value in spread(matrices(0))]
-    optimizer = Muon([{"params": list(params), "weight_decay": DECAY}], LR, MOMENTUM, row_beta=row_beta)
+    optimizer = Muon(
+        [{"params": list(params), "weight_decay": DECAY}], LR, MOMENTUM, row_beta=row_beta
+    )
     for step in range(STEPS):
         for param, grad in zip(params, spread(matrices(1 + step)), strict=True):
             param.grad = grad
@@ -99,7 +126,12 @@ def test_the_equations_hold(one: dict[str, list[Tensor]], kind: str) -> None:
 def test_it_is_torchs_muon_but_for_rounding_in_bf16(one: dict[str, list[Tensor]]) -> None:
     params = [nn.Parameter(value) for value in matrices(0)]
     theirs = torch.optim.Muon(
-        params, lr=LR, weight_decay=DECAY, momentum=MOMENTUM, nesterov=True, adjust_lr_fn="match_rms_adamw"
+        params,
+        lr=LR,
+        weight_decay=DECAY,
+        momentum=MOMENTUM,
+        nesterov=True,
+        adjust_lr_fn="match_rms_adamw",
     )
     for step in range(STEPS):
         for param, grad in zip(params, matrices(1 + step), strict=True):
@@ -110,7 +142,9 @@ def test_it_is_torchs_muon_but_for_rounding_in_bf16(one: dict[str, list[Tensor]]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_equal_gradients_give_equal_bits_on_every_mesh(one: dict[str, list[Tensor]], num_ranks: int) -> None:
+def test_equal_gradients_give_equal_bits_on_every_mesh(
+    one: dict[str, list[Tensor]], num_ranks: int
+) -> None:
     for of_rank in run_ranks(all_spreads, num_ranks, num_ranks):
         for kind, results in of_rank.items():
             for spread, got in zip(SPREADS[num_ranks], results, strict=True):
@@ -120,7 +154,9 @@ def test_equal_gradients_give_equal_bits_on_every_mesh(one: dict[str, list[Tenso
 def test_normuon_gives_all_rows_of_the_first_update_one_length() -> None:
     for matrix in matrices(5):
         update, rows = normalise_rows(newton_schulz(matrix), torch.zeros(len(matrix)), 0.95)
-        assert torch.allclose(update.norm(dim=1), update.norm(dim=1).mean().expand(len(matrix)), rtol=1e-5)
+        assert torch.allclose(
+            update.norm(dim=1), update.norm(dim=1).mean().expand(len(matrix)), rtol=1e-5
+        )
         assert update.norm().item() == pytest.approx(min(matrix.shape) ** 0.5, rel=1e-5)
         assert torch.allclose(rows, 0.05 * newton_schulz(matrix).square().mean(dim=1))
 
@@ -144,13 +180,19 @@ def test_products_in_bf16_change_a_matrix_by_a_few_percent() -> None:
 
 def test_only_an_accelerator_that_computes_in_bf16_multiplies_in_it() -> None:
     assert product_dtype("cuda", torch.bfloat16) == torch.bfloat16
-    assert product_dtype("cuda", torch.float32) == product_dtype("cpu", torch.bfloat16) == torch.float32
+    assert (
+        product_dtype("cuda", torch.float32)
+        == product_dtype("cpu", torch.bfloat16)
+        == torch.float32
+    )
 
 
 def shared_on_a_rank(_: int) -> int:
     """Operations of this rank of four, which orthogonalise four matrices together."""
     mesh, spread = init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)]
-    matrices = [distribute_tensor(torch.randn(8, 6), mesh, spread, src_data_rank=None) for _ in range(4)]
+    matrices = [
+        distribute_tensor(torch.randn(8, 6), mesh, spread, src_data_rank=None) for _ in range(4)
+    ]
     with FlopCounterMode(display=False) as counter:
         orthogonalise(matrices)
     return counter.get_total_flops()
@@ -166,7 +208,9 @@ def test_a_gradient_of_zero_moves_nothing() -> None:
     assert torch.equal(newton_schulz(torch.zeros(4, 7)), torch.zeros(4, 7))
 
 
-SIZES = ModelSizes(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
+SIZES = ModelSizes(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True
+)
 CONFIG = OptimizerConfig.model_validate(OPTIMIZER.model_dump() | {"name": "muon"})
 MESHES = {
     "one": Degrees(),
@@ -192,7 +236,9 @@ class Life:
 
 
 def live(_: int, num_ranks: int) -> dict[str, Life]:
-    return {name: train(degrees) for name, degrees in MESHES.items() if degrees.num_ranks == num_ranks}
+    return {
+        name: train(degrees) for name, degrees in MESHES.items() if degrees.num_ranks == num_ranks
+    }
 
 
 def train(degrees: Degrees) -> Life:
@@ -209,7 +255,11 @@ def train(degrees: Degrees) -> Life:
 
 @pytest.fixture(scope="module")
 def lives() -> dict[str, Life]:
-    return {name: life for n in (1, 2, 4) for name, life in run_ranks(live, n, n, timeout_seconds=200)[0].items()}
+    return {
+        name: life
+        for n in (1, 2, 4)
+        for name, life in run_ranks(live, n, n, timeout_seconds=200)[0].items()
+    }
 
 
 def test_training_learns(lives: dict[str, Life]) -> None:
@@ -220,9 +270,13 @@ def test_training_learns(lives: dict[str, Life]) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_training_on_a_mesh_equals_one_process(lives: dict[str, Life], name: str) -> None:
     first, *expected = lives["one"].models
-    # In the first step the iteration amplifies rounding of the gradient; over later steps this averages out.
+    # In the first step the iteration amplifies rounding of the gradient; over later steps this
+    # averages out.
     for after, tolerance in enumerate((5e-5, 1e-5)):
         for param, value in expected[after].items():
             if param.startswith("layers.") and not param.endswith("norm.weight"):
                 got = lives[name].models[1 + after][param]
-                assert relative_error(got - first[param], value - first[param]) < tolerance, (param, after)
+                assert relative_error(got - first[param], value - first[param]) < tolerance, (
+                    param,
+                    after,
+                )

@@ -4,14 +4,22 @@ import pytest
 import torch
 
 from inner.data.micro_batch import Ahead, MicroBatch
-from inner.optim.noise_scale import ONE_IN, GradientNoise, estimate_noise, is_in_small_batch, without_targets
+from inner.optim.noise_scale import (
+    ONE_IN,
+    GradientNoise,
+    estimate_noise,
+    is_in_small_batch,
+    without_targets,
+)
 
 DIM, SMALL, LARGE, STEPS = 50, 8, 64, 4000
 SIGMA = 0.5
 
 
 def estimates() -> tuple[float, float, float]:
-    """|G|^2 of the loss |w|^2 / 2 at a w, and mean estimates of it and of S, with noise of SIGMA in each of DIM."""
+    """|G|^2 of the loss |w|^2 / 2 at a w, and mean estimates of it and of S, with noise of SIGMA in
+    each of DIM.
+    """
     generator = torch.Generator().manual_seed(1)
     w = torch.randn(DIM, generator=generator, dtype=torch.float64)
     found = []
@@ -19,7 +27,9 @@ def estimates() -> tuple[float, float, float]:
         gradients = w + SIGMA * torch.randn(LARGE, DIM, generator=generator, dtype=torch.float64)
         squares = [float(gradients[:count].mean(0).square().sum()) for count in (SMALL, LARGE)]
         found.append(estimate_noise((SMALL, squares[0]), (LARGE, squares[1])))
-    signal, noise = (sum(getattr(each, what) for each in found) / STEPS for what in ("signal", "noise"))
+    signal, noise = (
+        sum(getattr(each, what) for each in found) / STEPS for what in ("signal", "noise")
+    )
     return float(w.square().sum()), signal, noise
 
 
@@ -27,12 +37,16 @@ def test_signal_and_noise_of_a_quadratic_are_found():
     truth, signal, noise = estimates()
     assert signal == pytest.approx(truth, rel=0.005)
     assert noise == pytest.approx(DIM * SIGMA**2, rel=0.02)
-    assert GradientNoise(signal, noise).figures["tokens"] == pytest.approx(DIM * SIGMA**2 / truth, rel=0.02)
+    assert GradientNoise(signal, noise).figures["tokens"] == pytest.approx(
+        DIM * SIGMA**2 / truth, rel=0.02
+    )
 
 
 def test_a_scale_needs_both_to_be_positive():
     for estimates in ((-1.0, 2.0), (1.0, -2.0)):
-        assert GradientNoise(*estimates).figures == dict(zip(("signal", "noise"), estimates, strict=True))
+        assert GradientNoise(*estimates).figures == dict(
+            zip(("signal", "noise"), estimates, strict=True)
+        )
 
 
 def test_every_split_of_a_step_has_the_same_small_batch():

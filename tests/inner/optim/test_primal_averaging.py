@@ -1,4 +1,6 @@
-"""Primal averaging against its equations in fp64, its base optimizer, and itself on other meshes and after a stop."""
+"""Primal averaging against its equations in fp64, its base optimizer, and itself on other meshes
+and after a stop.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,15 @@ from inner.params import local_tensor
 from inner.trainer import Trainer
 from tests.harness import run_ranks
 from tests.inner.checkpoint_crash import open_checkpoints
-from tests.inner.small import OPTIMIZER, batch, build_trainer, relative_error, share, snapshot, whole_model
+from tests.inner.small import (
+    OPTIMIZER,
+    batch,
+    build_trainer,
+    relative_error,
+    share,
+    snapshot,
+    whole_model,
+)
 
 SHAPE, STEPS, LR, DECAY, BETAS, EPS = (7, 5), 20, 0.02, 0.5, (0.9, 0.95), 1e-8
 AVERAGING = {"x": 0.9, "y": 0.7}
@@ -33,7 +43,9 @@ def start() -> Tensor:
 
 def gradient(y: Tensor, step: int) -> Tensor:
     """Of some function that is another one in each step; in the dtype of y."""
-    return (2.0 * y).sin() + torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)).to(y.dtype)
+    return (2.0 * y).sin() + torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)).to(
+        y.dtype
+    )
 
 
 def plain_adamw() -> Step:
@@ -42,7 +54,11 @@ def plain_adamw() -> Step:
     def step(z: Tensor, grad: Tensor, t: int) -> Tensor:
         m.mul_(BETAS[0]).add_((1 - BETAS[0]) * grad)
         v.mul_(BETAS[1]).add_((1 - BETAS[1]) * grad**2)
-        return z - LR * DECAY * z - LR * (m / (1 - BETAS[0] ** t)) / ((v / (1 - BETAS[1] ** t)).sqrt() + EPS)
+        return (
+            z
+            - LR * DECAY * z
+            - LR * (m / (1 - BETAS[0] ** t)) / ((v / (1 - BETAS[1] ** t)).sqrt() + EPS)
+        )
 
     return step
 
@@ -102,7 +118,9 @@ def test_who_writes_params_moves_all_three_points_alike() -> None:
 
 
 def config(name: str, averaging: dict[str, float] | None) -> OptimizerConfig:
-    return OptimizerConfig.model_validate(OPTIMIZER.model_dump() | {"name": name, "averaging": averaging})
+    return OptimizerConfig.model_validate(
+        OPTIMIZER.model_dump() | {"name": name, "averaging": averaging}
+    )
 
 
 def train(trainer: Trainer, num_steps: int) -> list[float | None]:
@@ -115,7 +133,9 @@ def trajectories_on_a_rank(rank: int, name: str) -> list[list[Tensor]]:
     found = []
     for averaging in (None, {"x": 0.0, "y": 0.7}):
         trainer = build_trainer(Degrees(), config=config(name, averaging))
-        found.append([piece for _ in range(3) for piece in (train(trainer, 1), snapshot(trainer.params))[1]])
+        found.append(
+            [piece for _ in range(3) for piece in (train(trainer, 1), snapshot(trainer.params))[1]]
+        )
     return found
 
 
@@ -126,7 +146,9 @@ def test_without_memory_it_is_the_base_optimizer_bit_for_bit(name: str) -> None:
     assert all(map(torch.equal, averaged, alone))
 
 
-def models_on_a_rank(rank: int, meshes: list[Degrees], name: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def models_on_a_rank(
+    rank: int, meshes: list[Degrees], name: str
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """The whole model before the first and after the fifth step, on each mesh in turn."""
     found = []
     for degrees in meshes:
@@ -139,13 +161,18 @@ def models_on_a_rank(rank: int, meshes: list[Degrees], name: str) -> list[tuple[
 
 
 def assert_offsets_lie_like_params(trainer: Trainer) -> None:
-    states = {param: state for optimizer in trainer.optimizers for param, state in optimizer.state.items()}
+    states = {
+        param: state for optimizer in trainer.optimizers for param, state in optimizer.state.items()
+    }
     for model in trainer.model_parts:
         for param in model.parameters():
             offset = states[param][OFFSET]
             if isinstance(param, DTensor):
                 assert offset.placements == param.placements
-            assert offset.dtype == torch.float32 and local_tensor(offset).shape == local_tensor(param).shape
+            assert (
+                offset.dtype == torch.float32
+                and local_tensor(offset).shape == local_tensor(param).shape
+            )
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
@@ -164,7 +191,9 @@ def test_training_on_a_mesh_equals_one_process(name: str) -> None:
 
 @dataclass
 class Stopped:
-    """Losses and params of a trainer that went on, and of one that loads what that had saved; and an error."""
+    """Losses and params of a trainer that went on, and of one that loads what that had saved; and
+    an error.
+    """
 
     went_on: tuple[list[float | None], list[Tensor]]
     resumed: tuple[list[float | None], list[Tensor]]
@@ -201,7 +230,10 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(stopped: list[Stopped]) 
 
 def test_a_checkpoint_is_refused_where_nothing_is_averaged(stopped: list[Stopped]) -> None:
     for of_rank in stopped:
-        assert "embed.weight is stepped by AdamW here, but by averaged AdamW in the checkpoint" in of_rank.error
+        assert (
+            "embed.weight is stepped by AdamW here, but by averaged AdamW in the checkpoint"
+            in of_rank.error
+        )
 
 
 # In the config.

@@ -1,4 +1,6 @@
-"""Quasi-hyperbolic AdamW equals its equations in fp64, AdamW at a weight of 1, and itself on other meshes."""
+"""Quasi-hyperbolic AdamW equals its equations in fp64, AdamW at a weight of 1, and itself on other
+meshes.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,15 @@ from inner.optim.build import build_optimizers
 from inner.optim.moments import KINDS, ParamsAndMoments
 from inner.optim.quasi_hyperbolic import QuasiHyperbolicAdamW
 from tests.harness import run_ranks
-from tests.inner.small import OPTIMIZER, batch, build_model, build_trainer, relative_error, share, whole_model
+from tests.inner.small import (
+    OPTIMIZER,
+    batch,
+    build_model,
+    build_trainer,
+    relative_error,
+    share,
+    whole_model,
+)
 
 SHAPE, STEPS, LR, DECAY, BETAS, EPS = (7, 5), 20, 0.02, 0.5, (0.99, 0.95), 1e-8
 
@@ -67,7 +77,9 @@ def test_it_is_for_adamw_alone() -> None:
         OptimizerConfig.model_validate({"name": "muon", "momentum_weight": 0.9})
 
 
-def models_on_a_rank(rank: int, meshes: list[Degrees]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def models_on_a_rank(
+    rank: int, meshes: list[Degrees]
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """The whole model before the first and after the fifth step, on each mesh in turn."""
     found = []
     for degrees in meshes:

@@ -54,7 +54,9 @@ CASES = [
         (0x3FFFFFFF, 0x0001, 0x4000),
     ],
 )
-def test_bits_and_draw_decide_which_neighbour_is_taken(value: int, draw: int, expected: int) -> None:
+def test_bits_and_draw_decide_which_neighbour_is_taken(
+    value: int, draw: int, expected: int
+) -> None:
     exact = torch.tensor([value], dtype=torch.int64).to(torch.int32).view(torch.float32)
     draws = torch.tensor([draw], dtype=torch.int64).to(torch.int16)
     assert int(round_stochastically(exact, draws).view(torch.int16)) & 0xFFFF == expected
@@ -62,9 +64,15 @@ def test_bits_and_draw_decide_which_neighbour_is_taken(value: int, draw: int, ex
 
 def test_steps_rows_names_and_moments_have_other_keys() -> None:
     held = ParamSlice("a", (0, 4), (0, 8))
-    keys = [row_keys(name, held, torch.tensor(float(step))) for name in ("7/a/m", "7/b/m", "7/a/v") for step in (1, 2)]
+    keys = [
+        row_keys(name, held, torch.tensor(float(step)))
+        for name in ("7/a/m", "7/b/m", "7/a/v")
+        for step in (1, 2)
+    ]
     assert len(set(torch.cat(keys).tolist())) == 4 * 3 * 2
-    assert torch.equal(row_keys("7/a/m", ParamSlice("a", (2, 4), (0, 8)), torch.tensor(1.0)), keys[0][2:])
+    assert torch.equal(
+        row_keys("7/a/m", ParamSlice("a", (2, 4), (0, 8)), torch.tensor(1.0)), keys[0][2:]
+    )
 
 
 def gradient(name: str, shape: tuple[int, int], step: int) -> Tensor:
@@ -73,7 +81,9 @@ def gradient(name: str, shape: tuple[int, int], step: int) -> Tensor:
 
 
 def step_with_drawn_gradients(trainer: Trainer, step: int) -> None:
-    """A step of the optimizer on gradients that are equal on every mesh, which summed ones are not to the last bit."""
+    """A step of the optimizer on gradients that are equal on every mesh, which summed ones are not
+    to the last bit.
+    """
     params = trainer.params
     shapes = {spec.name: spec.matrix_shape for spec in params.specs}
     for index, held in enumerate(params.slices):
@@ -117,13 +127,15 @@ def of(key: Key) -> dict[str, dict[str, Tensor]]:
 def test_equal_gradients_give_moments_of_equal_bits_on_every_mesh(case: Case) -> None:
     one, many = (of(Key(repr(each), each)) for each in (case.reference, case))
     for kind in MOMENTS:
-        assert {name: bool(many[kind][name].equal(values)) for name, values in one[kind].items()} == dict.fromkeys(
-            one[kind], True
-        )
+        assert {
+            name: bool(many[kind][name].equal(values)) for name, values in one[kind].items()
+        } == dict.fromkeys(one[kind], True)
 
 
 def losses_and_moments(_: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses with moments in bf16; the first moments after a step on drawn gradients in bf16, and in fp32."""
+    """Losses with moments in bf16; the first moments after a step on drawn gradients in bf16, and
+    in fp32.
+    """
     trainer = build_trainer(case("pp1").degrees, GROUPED, IN_BF16)
     losses = [trainer.step(share(trainer, batch(step))).loss or 0.0 for step in range(6)]
     moments = []
@@ -145,13 +157,20 @@ def test_moments_are_those_of_fp32_within_a_bit_of_bf16_and_the_model_learns() -
 
 
 def test_bf16_states_with_another_optimizer_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"state_dtype bfloat16 is for adamw alone, and name is muon"):
+    with pytest.raises(
+        ValueError, match=r"state_dtype bfloat16 is for adamw alone, and name is muon"
+    ):
         OptimizerConfig(name="muon", state_dtype="bfloat16")
 
 
 def gone_on(rank: int, folder: Path) -> tuple[bool, str]:
-    """Whether a loaded trainer goes on with the bits of the saved one; what one with moments in fp32 says to it."""
-    trainers = [build_trainer(Degrees(dp_shard=2), GROUPED, config) for config in (IN_BF16, IN_BF16, OPTIMIZER)]
+    """Whether a loaded trainer goes on with the bits of the saved one; what one with moments in
+    fp32 says to it.
+    """
+    trainers = [
+        build_trainer(Degrees(dp_shard=2), GROUPED, config)
+        for config in (IN_BF16, IN_BF16, OPTIMIZER)
+    ]
     saved, loaded, exact = trainers
     saved.step(share(saved, batch(0)))
     checkpoints = Checkpoints(folder, keep=2, timeout_seconds=60)
@@ -163,7 +182,10 @@ def gone_on(rank: int, folder: Path) -> tuple[bool, str]:
     for trainer in (saved, loaded):
         trainer.step(share(trainer, batch(1)))
     tensors = [live_tensors(trainer.model_parts, trainer.optimizers) for trainer in (saved, loaded)]
-    pairs = [(local_tensor(tensors[0][name][0]), local_tensor(tensors[1][name][0])) for name in tensors[0]]
+    pairs = [
+        (local_tensor(tensors[0][name][0]), local_tensor(tensors[1][name][0]))
+        for name in tensors[0]
+    ]
     try:
         checkpoints.load(exact, found)
         refusal = ""

@@ -1,4 +1,6 @@
-"""torch.compile per block: the same numbers as eager, one graph for all blocks, and clear errors."""
+"""torch.compile per block: the same numbers as eager, one graph for all blocks, and clear
+errors.
+"""
 
 import os
 import shutil
@@ -24,7 +26,9 @@ from tests.harness import run_ranks
 from tests.inner.small import batch, build_trainer, relative_error, share
 
 # More layers than the variants of one function that torch.compile compiles (8).
-SIZES = ModelSizes(dim=32, num_layers=9, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
+SIZES = ModelSizes(
+    dim=32, num_layers=9, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True
+)
 
 
 @dataclass
@@ -45,12 +49,20 @@ def live(_: int, degrees: Degrees, parallel: ParallelConfig) -> Life:
 
     def keep_gradients(*_: Any) -> None:
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        gradients.extend(grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads)
+        gradients.extend(
+            grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads
+        )
 
     register_optimizer_step_pre_hook(keep_gradients)
     result = trainer.step(share(trainer, batch(0)))
     names = [spec.name for spec in LocalParams(model, [model]).specs]
-    return Life(result.loss, gradients, counters["stats"]["unique_graphs"], Counter(counters["graph_break"]), names)
+    return Life(
+        result.loss,
+        gradients,
+        counters["stats"]["unique_graphs"],
+        Counter(counters["graph_break"]),
+        names,
+    )
 
 
 def both(degrees: Degrees, recompute: Recompute = "none") -> tuple[Life, Life]:
@@ -76,7 +88,9 @@ SLOW_CASES = {
 }
 
 
-needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
+)
 
 
 @pytest.fixture(
@@ -112,7 +126,9 @@ def test_names_do_not_change(lives: tuple[Life, Life, int]) -> None:
 
 
 def losses_with_documents(_: int, parallel: ParallelConfig) -> tuple[list[float | None], int]:
-    """Losses of four steps whose documents differ in number and length, and the number of compiled graphs."""
+    """Losses of four steps whose documents differ in number and length, and the number of compiled
+    graphs.
+    """
     trainer = build_trainer(Degrees(), SIZES, parallel=parallel, eos_id=7)
     losses = [trainer.step(share(trainer, batch(number))).loss for number in range(4)]
     return losses, counters["stats"]["unique_graphs"]
@@ -138,7 +154,10 @@ def test_whoever_runs_into_the_limit_of_graphs_is_told(caplog: pytest.LogCapture
     compile_blocks(model, "cpu")
     torch._dynamo.reset()
     double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level("WARNING", "inner.parallel.compile"):
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        caplog.at_level("WARNING", "inner.parallel.compile"),
+    ):
         for size in range(2, 4):
             double(torch.ones(size))
         assert not caplog.records
@@ -147,10 +166,18 @@ def test_whoever_runs_into_the_limit_of_graphs_is_told(caplog: pytest.LogCapture
 
 
 def test_a_missing_compiler_is_said_with_a_cure() -> None:
-    program = "import torch; from inner.parallel.compile import *; compile_blocks(torch.nn.Module(), 'cpu')"
+    program = (
+        "import torch; from inner.parallel.compile import *; "
+        "compile_blocks(torch.nn.Module(), 'cpu')"
+    )
     environment = os.environ | {"CXX": "/nonexistent/g++"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     message = done.stderr.splitlines()[-1]
     assert message.startswith("inner.errors.InputError: parallel.compile"), done.stderr
@@ -173,7 +200,9 @@ def test_blocks_are_not_compiled_unasked_where_that_fails_or_gains_little(
 
 
 def test_blocks_are_compiled_by_themselves_on_cuda() -> None:
-    assert is_worth_compiling(ParallelConfig(recompute="selective"), Degrees(dp_shard=8, tp=2, pp=2), "cuda")
+    assert is_worth_compiling(
+        ParallelConfig(recompute="selective"), Degrees(dp_shard=8, tp=2, pp=2), "cuda"
+    )
 
 
 @pytest.mark.parametrize("choice", [True, False])

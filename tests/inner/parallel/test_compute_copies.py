@@ -1,4 +1,6 @@
-"""A mesh of one rank computes with copies of its weights; with FSDP over that rank the bits would be the same."""
+"""A mesh of one rank computes with copies of its weights; with FSDP over that rank the bits would
+be the same.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -29,7 +31,9 @@ class Backward:
 
 
 def backward(_: int, sizes: ModelSizes, dtype: torch.dtype, is_wrapped: bool) -> Backward:
-    """Loss and gradients of two micro-batches, with weights under FSDP over one rank or as they are."""
+    """Loss and gradients of two micro-batches, with weights under FSDP over one rank or as they
+    are.
+    """
     model = build_model(sizes, seq_len=SEQ_LEN)
     apply_recompute(model, "full")
     if is_wrapped:
@@ -39,13 +43,19 @@ def backward(_: int, sizes: ModelSizes, dtype: torch.dtype, is_wrapped: bool) ->
     cutter = Cutter(torch.arange(SEQ_LEN), SEQ_LEN, None)
     loss = runner.backward([cutter(window) for window in batch(0).split(6)], torch.tensor(0.01))
     grads = {name: param.grad for name, param in model.named_parameters()}
-    return Backward(loss, {name: local_tensor(grad).clone() for name, grad in grads.items() if grad is not None})
+    return Backward(
+        loss, {name: local_tensor(grad).clone() for name, grad in grads.items() if grad is not None}
+    )
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_have_the_bits_of_fsdp_over_one_rank(sizes: ModelSizes, dtype: torch.dtype) -> None:
-    wrapped, plain = (run_ranks(backward, 1, sizes, dtype, is_wrapped)[0] for is_wrapped in (True, False))
+def test_gradients_have_the_bits_of_fsdp_over_one_rank(
+    sizes: ModelSizes, dtype: torch.dtype
+) -> None:
+    wrapped, plain = (
+        run_ranks(backward, 1, sizes, dtype, is_wrapped)[0] for is_wrapped in (True, False)
+    )
     assert plain.loss.equal(wrapped.loss)
     assert plain.gradients.keys() == wrapped.gradients.keys()
     for name, values in wrapped.gradients.items():
@@ -59,7 +69,11 @@ def kinds_on_a_rank(_: int, degrees: Degrees) -> list[bool]:
     trainer.step(share(trainer, batch(0)))
     after = [id(param) for stage in trainer.model_parts for param in stage.parameters()]
     assert before == after, "outside a step the parameters are the masters"
-    return [isinstance(module, FSDPModule) for stage in trainer.model_parts for module in stage.modules()]
+    return [
+        isinstance(module, FSDPModule)
+        for stage in trainer.model_parts
+        for module in stage.modules()
+    ]
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tp=2), Degrees(pp=2)], ids=str)

@@ -1,4 +1,6 @@
-"""Attention over the ranks of cp equals attention of the whole sequence: all cases in one life of ranks."""
+"""Attention over the ranks of cp equals attention of the whole sequence: all cases in one life of
+ranks.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,11 +116,15 @@ def attend_everywhere(rank: int, cp: int) -> Seen:
         mine = share(given, case.method, here, case.dtype)
         got = with_gradients(attend, mine)
         assert all(x.dtype == case.dtype for x in got)
-        seen.errors[case] = [relative_error(x.double(), y[:, here]) for x, y in zip(got, expected(given), strict=True)]
+        seen.errors[case] = [
+            relative_error(x.double(), y[:, here])
+            for x, y in zip(got, expected(given), strict=True)
+        ]
         if case.dtype != torch.float64:
             count(seen, case, attend, mine)
             seen.saved[case] = bytes_saved(attend, mine) / bytes_saved(
-                causal_attention, share(given, case.method, torch.arange(seq_len), case.dtype)._replace(packing=None)
+                causal_attention,
+                share(given, case.method, torch.arange(seq_len), case.dtype)._replace(packing=None),
             )
     for method in METHODS:
         attend = build_attend(method, dist.group.WORLD)
@@ -129,20 +135,28 @@ def attend_everywhere(rank: int, cp: int) -> Seen:
 
 
 def count(seen: Seen, case: Case, attend: Attend, mine: Inputs) -> None:
-    """Bytes sent in forward and backward, scores of the forward, and kept bytes that documents add."""
+    """Bytes sent in forward and backward, scores of the forward, and kept bytes that documents
+    add.
+    """
     leaves = [x.detach().requires_grad_() for x in mine[:3]]
     with Scores() as scores:
         y, forward = bytes_sent(lambda: attend(leaves[0], leaves[1], leaves[2], mine.packing))
     _, backward = bytes_sent(lambda: torch.autograd.grad(y, leaves, mine.dy))
     seen.sent[case] = forward, backward
     seen.scores[case] = scores.total
-    seen.mask_bytes[case] = bytes_saved(attend, mine) - bytes_saved(attend, mine._replace(packing=None))
+    seen.mask_bytes[case] = bytes_saved(attend, mine) - bytes_saved(
+        attend, mine._replace(packing=None)
+    )
 
 
 def repeats(attend: Attend, rank: int, cp: int, method: ContextMethod) -> list[bool]:
-    """Whether a repeated forward (in the backward of a checkpoint, or without autograd) gives the same bits."""
+    """Whether a repeated forward (in the backward of a checkpoint, or without autograd) gives the
+    same bits.
+    """
     case = Case(method, H, True, torch.float32)
-    mine = share(inputs(case, 24 * cp), method, rank_positions(method, 24 * cp, cp, rank), case.dtype)
+    mine = share(
+        inputs(case, 24 * cp), method, rank_positions(method, 24 * cp, cp, rank), case.dtype
+    )
     first = with_gradients(attend, mine)
     second = with_gradients(lambda *given: checkpoint(attend, *given, use_reentrant=False), mine)
     with torch.no_grad():
@@ -161,12 +175,15 @@ def rotated(attend: Attend, rank: int, cp: int, method: ContextMethod) -> tuple[
     def turn(x: Tensor, at: Tensor) -> Tensor:
         angles = torch.outer(at.float(), 0.3 ** torch.arange(E // 2))
         cos, sin = angles.cos(), angles.sin()
-        return rotate(x, torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))))
+        return rotate(
+            x, torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+        )
 
     everywhere, by_place = torch.arange(seq_len), torch.arange(len(here))
     whole = causal_attention(turn(q, everywhere), turn(k, everywhere), v)[:, here]
     right, wrong = (
-        attend(turn(q[:, here], at), turn(k[:, here], at), v[:, here].contiguous(), None) for at in (here, by_place)
+        attend(turn(q[:, here], at), turn(k[:, here], at), v[:, here].contiguous(), None)
+        for at in (here, by_place)
     )
     return relative_error(right, whole), relative_error(wrong, whole)
 
@@ -177,21 +194,31 @@ def long_sequence(rank: int, cp: int) -> list[float]:
     case = Case("ring", 1, True, torch.float32)
     here = rank_positions("ring", 1536, cp, rank)
     given = inputs(case, 1536)
-    got = with_gradients(build_attend("ring", dist.group.WORLD), share(given, "ring", here, case.dtype))
-    return [relative_error(x.double(), y[:, here]) for x, y in zip(got, expected(given), strict=True)]
+    got = with_gradients(
+        build_attend("ring", dist.group.WORLD), share(given, "ring", here, case.dtype)
+    )
+    return [
+        relative_error(x.double(), y[:, here]) for x, y in zip(got, expected(given), strict=True)
+    ]
 
 
 @pytest.fixture(scope="module", params=DEGREES)
 def life(request: pytest.FixtureRequest) -> tuple[int, list[Seen]]:
-    return request.param, run_ranks(attend_everywhere, request.param, request.param, timeout_seconds=600)
+    return request.param, run_ranks(
+        attend_everywhere, request.param, request.param, timeout_seconds=600
+    )
 
 
 @pytest.mark.parametrize("dtype", BANDS, ids=str)
 @pytest.mark.parametrize("has_documents", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("method", METHODS)
-def test_attention_and_all_gradients_equal_those_of_the_whole_sequence(life, method, has_documents, dtype):
+def test_attention_and_all_gradients_equal_those_of_the_whole_sequence(
+    life, method, has_documents, dtype
+):
     cp, ranks = life
-    chosen = [case for case in cases(cp) if case[0] == method and case[2:] == (has_documents, dtype)]
+    chosen = [
+        case for case in cases(cp) if case[0] == method and case[2:] == (has_documents, dtype)
+    ]
     assert chosen
     for case, seen in product(chosen, ranks):
         assert all(error <= BANDS[dtype] for error in seen.errors[case]), (case, seen.errors[case])
@@ -263,11 +290,20 @@ def test_zigzag_gives_each_rank_the_same_work_and_contiguous_does_not():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (("ring", 100, 4, 1, 8, 8), ["data.seq_len (100)", "2 x cp = 8", "try data.seq_len 96 or 104"]),
+        (
+            ("ring", 100, 4, 1, 8, 8),
+            ["data.seq_len (100)", "2 x cp = 8", "try data.seq_len 96 or 104"],
+        ),
         (("all_gather", 6, 4, 1, 8, 8), ["data.seq_len (6)", "try data.seq_len 8"]),
         (("ulysses", 102, 4, 1, 8, 8), ["data.seq_len (102)", "cp = 4", "100 or 104"]),
-        (("ulysses", 96, 4, 1, 8, 2), ["model.num_kv_heads (2)", "cp (4)", "ring or all_gather", "cp to 1 or 2"]),
-        (("ulysses", 96, 4, 2, 8, 4), ["4 of model.num_heads (8)", "2 of model.num_kv_heads (4)", "tp 2"]),
+        (
+            ("ulysses", 96, 4, 1, 8, 2),
+            ["model.num_kv_heads (2)", "cp (4)", "ring or all_gather", "cp to 1 or 2"],
+        ),
+        (
+            ("ulysses", 96, 4, 2, 8, 4),
+            ["4 of model.num_heads (8)", "2 of model.num_kv_heads (4)", "tp 2"],
+        ),
         (("ulysses", 96, 3, 1, 4, 4), ["model.num_heads (4)", "cp to 1 or 2 or 4"]),
     ],
 )

@@ -1,4 +1,6 @@
-"""Experts on several ranks: optimizers, checkpoints, and ranks that no token reaches. tests/parity has the meshes."""
+"""Experts on several ranks: optimizers, checkpoints, and ranks that no token reaches. tests/parity
+has the meshes.
+"""
 
 import hashlib
 from dataclasses import replace
@@ -25,7 +27,9 @@ from tests.inner.small import OPTIMIZER, batch, build_trainer, relative_error, s
 from tests.parity.meshes import with_wide_routers
 
 EXPERTS = ExpertsConfig(number=4, per_token=2, dim=24, shared=1, scores="sigmoid")
-SIZES = ModelSizes(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, experts=EXPERTS)
+SIZES = ModelSizes(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, experts=EXPERTS
+)
 # With two experts on two ranks of ep, two ranks of edp cut the rows of one expert.
 CUT = replace(SIZES, experts=EXPERTS.model_copy(update={"number": 2, "per_token": 1}))
 BALANCE = BalanceConfig(bias_speed=0.01, sequence_loss=0.05, router_z_loss=0.01)
@@ -35,7 +39,9 @@ ONE = Degrees()
 STEPS = 3
 
 
-def mixed_trainer(degrees: Degrees, sizes: ModelSizes, config: Any = ADAMW, **settings: Any) -> Trainer:
+def mixed_trainer(
+    degrees: Degrees, sizes: ModelSizes, config: Any = ADAMW, **settings: Any
+) -> Trainer:
     settings = {"micro_batch": 3, "draw_weights": with_wide_routers} | settings
     return build_trainer(degrees, sizes, config, ParallelConfig(), **settings)
 
@@ -44,7 +50,9 @@ def train(trainer: Trainer, num_steps: int = STEPS) -> list[float | None]:
     return [trainer.step(share(trainer, batch(trainer.inner_step))).loss for _ in range(num_steps)]
 
 
-def trained_on_a_rank(rank: int, degrees: Degrees, sizes: ModelSizes, config: Any) -> tuple[Any, Any, bool]:
+def trained_on_a_rank(
+    rank: int, degrees: Degrees, sizes: ModelSizes, config: Any
+) -> tuple[Any, Any, bool]:
     trainer = mixed_trainer(degrees, sizes, config)
     before = whole_model(trainer.params)[0]
     train(trainer)
@@ -63,7 +71,9 @@ def trained_on_a_rank(rank: int, degrees: Degrees, sizes: ModelSizes, config: An
     ],
     ids=["dp_shard2", "dp_shard4-ep2", "dp_shard2-tp2-ep2", "dp_shard4-ep2-cut"],
 )
-def test_muon_steps_each_expert_as_a_matrix_on_every_mesh(degrees: Degrees, sizes: ModelSizes, is_cut: bool) -> None:
+def test_muon_steps_each_expert_as_a_matrix_on_every_mesh(
+    degrees: Degrees, sizes: ModelSizes, is_cut: bool
+) -> None:
     first, expected, _ = run_ranks(trained_on_a_rank, 1, ONE, sizes, NORMUON)[0]
     _, got, was_cut = run_ranks(trained_on_a_rank, degrees.num_ranks, degrees, sizes, NORMUON)[0]
     assert was_cut == is_cut
@@ -72,15 +82,22 @@ def test_muon_steps_each_expert_as_a_matrix_on_every_mesh(degrees: Degrees, size
 
 
 def test_muon_orthogonalises_an_expert_as_it_does_a_matrix() -> None:
-    first, last, _ = run_ranks(trained_on_a_rank, 1, ONE, SIZES, NORMUON.model_copy(update={"muon_row_beta": None}))[0]
-    change = last["layers.1.ffn.experts.2.up_proj.weight"] - first["layers.1.ffn.experts.2.up_proj.weight"]
+    first, last, _ = run_ranks(
+        trained_on_a_rank, 1, ONE, SIZES, NORMUON.model_copy(update={"muon_row_beta": None})
+    )[0]
+    change = (
+        last["layers.1.ffn.experts.2.up_proj.weight"]
+        - first["layers.1.ffn.experts.2.up_proj.weight"]
+    )
     values = torch.linalg.svdvals(change)
     # An orthogonal change has equal singular values; AdamW's has one that is many times the others.
     assert float(values.max() / values.median()) < 3
 
 
 def decayed_on_a_rank(rank: int) -> tuple[float, float]:
-    config = ADAMW.model_copy(update={"lr": 0.1, "weight_decay": 0.5, "warmup_steps": 0, "schedule": "constant"})
+    config = ADAMW.model_copy(
+        update={"lr": 0.1, "weight_decay": 0.5, "warmup_steps": 0, "schedule": "constant"}
+    )
     trainer = mixed_trainer(ONE, SIZES, config)
     stack = mixtures(trainer.model_parts)[0].experts.up_proj.weight
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -94,7 +111,9 @@ def test_matrices_of_experts_decay_like_matrices() -> None:
     assert run_ranks(decayed_on_a_rank, 1)[0] == (0.5, 0.0)
 
 
-def starved_on_a_rank(rank: int, degrees: Degrees) -> tuple[dict[str, Tensor], int, list[float | None]]:
+def starved_on_a_rank(
+    rank: int, degrees: Degrees
+) -> tuple[dict[str, Tensor], int, list[float | None]]:
     trainer = mixed_trainer(degrees, SIZES)
     for mixture in mixtures(trainer.model_parts):
         mixture.router.bias[2:] = -100.0
@@ -119,13 +138,17 @@ def test_a_rank_that_no_token_reaches_takes_part_with_gradients_of_zero(degrees:
         assert relative_error(got[name], value) < 1e-4, name
 
 
-def dtypes_on_a_rank(rank: int, degrees: Degrees) -> tuple[set[torch.dtype], set[torch.dtype], list[float | None]]:
+def dtypes_on_a_rank(
+    rank: int, degrees: Degrees
+) -> tuple[set[torch.dtype], set[torch.dtype], list[float | None]]:
     trainer = mixed_trainer(degrees, SIZES, compute_dtype="bfloat16")
     routers: set[torch.dtype] = set()
     experts: set[torch.dtype] = set()
     for mixture in mixtures(trainer.model_parts):
         mixture.router.register_forward_hook(lambda module, *_: routers.add(module.weight.dtype))
-        mixture.experts.up_proj.register_forward_hook(lambda module, *_: experts.add(module.weight.dtype))
+        mixture.experts.up_proj.register_forward_hook(
+            lambda module, *_: experts.add(module.weight.dtype)
+        )
     return routers, experts, train(trainer)
 
 
@@ -152,7 +175,9 @@ def digests(trainer: Trainer) -> dict[str, str]:
     return {name: digest for one in everyone for name, digest in one.items()}
 
 
-def saved_on_a_rank(rank: int, degrees: Degrees, folder: Path) -> tuple[dict[str, str], list[float]]:
+def saved_on_a_rank(
+    rank: int, degrees: Degrees, folder: Path
+) -> tuple[dict[str, str], list[float]]:
     trainer = mixed_trainer(degrees, SIZES, NORMUON)
     train(trainer)
     checkpoints = Checkpoints(folder, keep=2, timeout_seconds=60)
@@ -161,7 +186,9 @@ def saved_on_a_rank(rank: int, degrees: Degrees, folder: Path) -> tuple[dict[str
     return digests(trainer), mixtures(trainer.model_parts)[0].router.bias.tolist()
 
 
-def loaded_on_a_rank(rank: int, degrees: Degrees, folder: Path) -> tuple[dict[str, str], list[float]]:
+def loaded_on_a_rank(
+    rank: int, degrees: Degrees, folder: Path
+) -> tuple[dict[str, str], list[float]]:
     trainer = mixed_trainer(degrees, SIZES, NORMUON, seed=99)
     checkpoints = Checkpoints(folder, keep=2, timeout_seconds=60)
     found = checkpoints.newest()
@@ -172,18 +199,27 @@ def loaded_on_a_rank(rank: int, degrees: Degrees, folder: Path) -> tuple[dict[st
 
 
 @pytest.mark.parametrize(
-    "degrees", [ONE, Degrees(dp_shard=2), Degrees(dp_shard=4, ep=4), Degrees(pp=2, dp_shard=2, ep=2)], ids=str
+    "degrees",
+    [ONE, Degrees(dp_shard=2), Degrees(dp_shard=4, ep=4), Degrees(pp=2, dp_shard=2, ep=2)],
+    ids=str,
 )
-def test_any_mesh_loads_what_another_saved_with_the_biases_of_its_routers(tmp_path: Path, degrees: Degrees) -> None:
+def test_any_mesh_loads_what_another_saved_with_the_biases_of_its_routers(
+    tmp_path: Path, degrees: Degrees
+) -> None:
     from_mesh = Degrees(dp_shard=2, tp=2, ep=2)
     saved, bias = run_ranks(saved_on_a_rank, from_mesh.num_ranks, from_mesh, tmp_path)[0]
     loaded, same_bias = run_ranks(loaded_on_a_rank, degrees.num_ranks, degrees, tmp_path)[0]
     assert loaded == saved
     assert same_bias == bias and any(bias)
-    assert {"buffers/layers.0.ffn.router.bias", "params/layers.1.ffn.experts.down_proj.weight"} <= saved.keys()
+    assert {
+        "buffers/layers.0.ffn.router.bias",
+        "params/layers.1.ffn.experts.down_proj.weight",
+    } <= saved.keys()
 
 
-def refused_on_a_rank(rank: int, degrees: Degrees, sizes: ModelSizes, parallel: ParallelConfig) -> str:
+def refused_on_a_rank(
+    rank: int, degrees: Degrees, sizes: ModelSizes, parallel: ParallelConfig
+) -> str:
     try:
         build_trainer(degrees, sizes, ADAMW, parallel)
     except InputError as error:
@@ -206,7 +242,12 @@ def refused_on_a_rank(rank: int, degrees: Degrees, sizes: ModelSizes, parallel: 
             ParallelConfig(),
             ["island.mesh.ep (2) must divide model.experts.number (3)", "number to 2 or 4"],
         ),
-        (Degrees(dp_shard=2), SIZES, ParallelConfig(compile=True), ["island.parallel.compile", "auto"]),
+        (
+            Degrees(dp_shard=2),
+            SIZES,
+            ParallelConfig(compile=True),
+            ["island.parallel.compile", "auto"],
+        ),
         (
             Degrees(cp=2),
             replace(SIZES, experts=EXPERTS.model_copy(update={"capacity": 1.0})),

@@ -1,4 +1,6 @@
-"""Traffic of FSDP under pipeline schedules, and wrong micro-batches; parity is tested in tests/parity."""
+"""Traffic of FSDP under pipeline schedules, and wrong micro-batches; parity is tested in
+tests/parity.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,9 @@ MESH = Degrees(pp=2, dp_shard=2)
 
 
 def calls_on_a_rank(rank: int, schedule: str) -> dict[str, int]:
-    """Calls of FSDP by operation, with four stages per rank, in the second step; the first one sets things up."""
+    """Calls of FSDP by operation, with four stages per rank, in the second step; the first one sets
+    things up.
+    """
     parallel = ParallelConfig(schedule=schedule, stages_per_rank=4)
     trainer = build_trainer(MESH, DEEP, CONFIG, parallel, micro_batch=1)
     windows = list(batch(0)[:MICRO_BATCHES].split(1))

@@ -25,9 +25,13 @@ from tests.inner.small import batch, build_model, build_trainer, share, snapshot
 
 KINDS: tuple[Recompute, ...] = get_args(Recompute)
 OTHERS = [kind for kind in KINDS if kind != "none"]
-SIZES = ModelSizes(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=192, vocab_size=61, qk_norm=True)
+SIZES = ModelSizes(
+    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=192, vocab_size=61, qk_norm=True
+)
 SEQ_LEN = 64
-TOKENS_BS, TARGETS_BS = torch.randint(0, 61, (2, 4, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+TOKENS_BS, TARGETS_BS = torch.randint(
+    0, 61, (2, 4, SEQ_LEN), generator=torch.Generator().manual_seed(0)
+)
 PACKING = pack_at((torch.arange(4 * SEQ_LEN).view(4, SEQ_LEN) // 24).numpy(), torch.arange(SEQ_LEN))
 
 
@@ -81,7 +85,9 @@ class Pass:
     flops: int
 
 
-def one_pass(kind: Recompute, packing: Packing | None = None, dtype: torch.dtype = torch.float32) -> Pass:
+def one_pass(
+    kind: Recompute, packing: Packing | None = None, dtype: torch.dtype = torch.float32
+) -> Pass:
     model = build_model(SIZES, seq_len=SEQ_LEN).to(dtype)
     apply_recompute(model, kind)
     with Alive() as alive:
@@ -127,7 +133,9 @@ def test_names_do_not_change(passes: dict[Recompute, Pass], kind: Recompute) -> 
     assert passes[kind].names == passes["none"].names
 
 
-def test_less_is_kept_from_none_over_attention_and_selective_to_full(passes: dict[Recompute, Pass]) -> None:
+def test_less_is_kept_from_none_over_attention_and_selective_to_full(
+    passes: dict[Recompute, Pass],
+) -> None:
     none, attention, selective, full = (passes[kind].bytes_between for kind in KINDS)
     assert full < 0.3 * none
     assert full < 0.5 * selective
@@ -141,7 +149,8 @@ def test_a_backward_leaves_nothing_behind(passes: dict[Recompute, Pass], kind: R
 
 
 @pytest.mark.parametrize(
-    ("kind", "least", "most"), [("attention", 0.03, 0.08), ("selective", 0, 0), ("full", 0.2, 1 / 3)]
+    ("kind", "least", "most"),
+    [("attention", 0.03, 0.08), ("selective", 0, 0), ("full", 0.2, 1 / 3)],
 )
 def test_repeated_work_is_as_documented(
     passes: dict[Recompute, Pass], kind: Recompute, least: float, most: float
@@ -159,7 +168,9 @@ def test_a_forward_without_gradients_keeps_nothing(kind: Recompute) -> None:
 
 
 def hidden_pass(kind: Recompute, is_split: bool) -> tuple[list[Tensor | None], Counter[str]]:
-    """Gradients of the blocks' input and weights, in one backward or split in two as in a zero-bubble pipeline."""
+    """Gradients of the blocks' input and weights, in one backward or split in two as in a
+    zero-bubble pipeline.
+    """
     model = build_model(SIZES, seq_len=SEQ_LEN)
     apply_recompute(model, kind)
     params = list(model.layers.parameters())
@@ -195,7 +206,11 @@ MESHES = {
     "fsdp2-bf16": (Degrees(dp_shard=2), ParallelConfig(), {"compute_dtype": "bfloat16"}),
     "tp2": (Degrees(tp=2), ParallelConfig(), {}),
     "cp2": (Degrees(cp=2), ParallelConfig(), {}),
-    "pp2-interleaved_zero_bubble": (Degrees(pp=2), ParallelConfig(schedule="interleaved_zero_bubble"), {}),
+    "pp2-interleaved_zero_bubble": (
+        Degrees(pp=2),
+        ParallelConfig(schedule="interleaved_zero_bubble"),
+        {},
+    ),
     "pp2-zbv": (Degrees(pp=2), ParallelConfig(schedule="zbv"), {}),
 }
 
@@ -217,7 +232,9 @@ def live(_: int) -> dict[tuple[str, Recompute], Life]:
 
 def train(name: str, kind: Recompute) -> Life:
     degrees, parallel, settings = MESHES[name]
-    sizes = ModelSizes(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
+    sizes = ModelSizes(
+        dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True
+    )
     recomputing = parallel.model_copy(update={"recompute": kind})
     trainer = build_trainer(degrees, sizes, parallel=recomputing, micro_batch=6, **settings)
     life = Life()
@@ -227,7 +244,8 @@ def train(name: str, kind: Recompute) -> Life:
         life.losses.append(result.loss)
         life.norms.append(result.grad_norm)
         life.collectives = life.collectives or sum(
-            calls.of[f"_c10d_functional::{name}"] for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+            calls.of[f"_c10d_functional::{name}"]
+            for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
         )
     life.weights = snapshot(trainer.params)
     return life
@@ -246,7 +264,10 @@ def test_training_on_a_mesh_is_the_same_bits(
     for life in lives:
         got, expected = life[name, kind], life[name, "none"]
         assert (got.losses, got.norms) == (expected.losses, expected.norms)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got.weights, expected.weights, strict=True))
+        assert all(
+            torch.equal(mine, theirs)
+            for mine, theirs in zip(got.weights, expected.weights, strict=True)
+        )
 
 
 def test_selective_repeats_no_collective_of_tensor_parallelism(

@@ -69,7 +69,9 @@ def train(case: Case, zero: int) -> Run:
     settings = {"micro_batch": case.micro_batch, "compute_dtype": case.dtype, **draw}
     trainer = build_trainer(case.degrees, case.sizes, case.optimizer, parallel, **settings)
     steps = [trainer.step(share(trainer, batch(step))) for step in range(STEPS)]
-    return Run([(step.loss, step.grad_norm, step.noise) for step in steps], snapshot(trainer.params))
+    return Run(
+        [(step.loss, step.grad_norm, step.noise) for step in steps], snapshot(trainer.params)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +91,18 @@ def assert_same_bits(whole: Run, wrapped: Run) -> None:
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_two_replicas_have_the_bits_of_fsdp(of_two: list[dict[str, tuple[Run, Run]]], name: str) -> None:
+def test_two_replicas_have_the_bits_of_fsdp(
+    of_two: list[dict[str, tuple[Run, Run]]], name: str
+) -> None:
     for of_rank in of_two:
         assert_same_bits(*of_rank[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
-def test_two_replicas_of_two_ranks_have_the_bits_of_fsdp(of_four: list[dict[str, tuple[Run, Run]]], name: str) -> None:
+def test_two_replicas_of_two_ranks_have_the_bits_of_fsdp(
+    of_four: list[dict[str, tuple[Run, Run]]], name: str
+) -> None:
     for of_rank in of_four:
         assert_same_bits(*of_rank[name])
 
@@ -157,7 +163,10 @@ def incomplete_on_a_rank(_: int) -> str:
 
 
 def test_a_gradient_that_is_missing_in_the_last_backward_is_found() -> None:
-    assert run_ranks(incomplete_on_a_rank, 2) == ["a parameter got no gradient in the last backward of the step"] * 2
+    assert (
+        run_ranks(incomplete_on_a_rank, 2)
+        == ["a parameter got no gradient in the last backward of the step"] * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,7 +178,9 @@ def test_a_gradient_that_is_missing_in_the_last_backward_is_found() -> None:
         ([1, BUCKET_BYTES, 1, BUCKET_BYTES - 1], [[0, 1], [2, 3]]),
     ],
 )
-def test_a_bucket_ends_with_the_group_that_fills_it(sizes: list[int], expected: list[list[int]]) -> None:
+def test_a_bucket_ends_with_the_group_that_fills_it(
+    sizes: list[int], expected: list[list[int]]
+) -> None:
     assert list(cut_buckets(sizes)) == expected
 
 
@@ -196,4 +207,6 @@ def test_a_bucket_ends_with_the_group_that_fills_it(sizes: list[int], expected: 
 def test_weights_are_whole_where_nothing_else_is_gained(
     degrees: Degrees, model: ModelSizes, zero: int | None, expected: bool
 ) -> None:
-    assert has_whole_weights(ParallelConfig.model_validate({"zero": zero}), degrees, model) == expected
+    assert (
+        has_whole_weights(ParallelConfig.model_validate({"zero": zero}), degrees, model) == expected
+    )

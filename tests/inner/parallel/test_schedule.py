@@ -61,7 +61,9 @@ CASES = {
 def simulated(
     schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, transfer: float = 0.0
 ) -> Simulation:
-    return simulate(rank_actions(schedule, pp, pp * stages_per_rank, num_micro_batches), transfer=transfer)
+    return simulate(
+        rank_actions(schedule, pp, pp * stages_per_rank, num_micro_batches), transfer=transfer
+    )
 
 
 def run(case: Case) -> Simulation:
@@ -92,7 +94,9 @@ def test_every_stage_is_run_by_the_rank_that_holds_it(schedule):
     for case in CASES[schedule]:
         owners = ranks_of_stages(case.schedule, case.num_stages, case.pp)
         orders = rank_actions(case.schedule, case.pp, case.num_stages, case.num_micro_batches)
-        assert all(owners[action.stage] == rank for rank, order in enumerate(orders) for action in order), case
+        assert all(
+            owners[action.stage] == rank for rank, order in enumerate(orders) for action in order
+        ), case
 
 
 @pytest.mark.parametrize("schedule", [name for name in TORCH_NAMES if name != "1f1b"])
@@ -100,15 +104,28 @@ def test_the_order_is_what_torch_hands_to_its_runtime(schedule):
     for case in CASES[schedule]:
         stages = [
             SimpleNamespace(
-                stage_index=index, num_stages=case.num_stages, group_size=case.pp, group_rank=0, submod=None
+                stage_index=index,
+                num_stages=case.num_stages,
+                group_size=case.pp,
+                group_rank=0,
+                submod=None,
             )
             for index in range(case.stages_per_rank)
         ]
         kind = get_schedule_class(TORCH_NAMES[schedule])
-        torchs = kind(stages[0] if schedule in ONE_STAGE_PER_RANK else stages, case.num_micro_batches)
-        order = torchs.pipeline_order if schedule in ONE_STAGE_PER_RANK else torchs.pipeline_order_with_comms
-        # Overlapped pairs are written (0F3;3B1)OVERLAP_F_B; sends, receives and shard actions match nothing.
-        theirs = [re.findall(r"\d+[FBIW]\d+", " ".join(map(str, order[rank]))) for rank in range(case.pp)]
+        torchs = kind(
+            stages[0] if schedule in ONE_STAGE_PER_RANK else stages, case.num_micro_batches
+        )
+        order = (
+            torchs.pipeline_order
+            if schedule in ONE_STAGE_PER_RANK
+            else torchs.pipeline_order_with_comms
+        )
+        # Overlapped pairs are written (0F3;3B1)OVERLAP_F_B; sends, receives and shard actions match
+        # nothing.
+        theirs = [
+            re.findall(r"\d+[FBIW]\d+", " ".join(map(str, order[rank]))) for rank in range(case.pp)
+        ]
         letters = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backward": "W"}
         ours = [
             [f"{action.stage}{letters[action.kind]}{action.micro_batch}" for action in order]
@@ -122,7 +139,8 @@ def test_the_order_is_what_torch_hands_to_its_runtime(schedule):
 def test_schedules_of_one_stage_are_what_torch_executes(schedule, pp, num_micro_batches):
     for rank in range(pp):
         assert (
-            executed(schedule, rank, pp, num_micro_batches) == rank_actions(schedule, pp, pp, num_micro_batches)[rank]
+            executed(schedule, rank, pp, num_micro_batches)
+            == rank_actions(schedule, pp, pp, num_micro_batches)[rank]
         )
 
 
@@ -136,7 +154,10 @@ def executed(schedule: str, rank: int, pp: int, num_micro_batches: int) -> list[
         forward_one_chunk=lambda number, *_, **__: calls.append(Action("forward", rank, number)),
         backward_one_chunk=lambda number, **_: calls.append(Action("backward", rank, number)),
         perform_reduce_grad=lambda _: None,
-        **dict.fromkeys(("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"), lambda _: []),
+        **dict.fromkeys(
+            ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
+            lambda _: [],
+        ),
     )
     torchs = get_schedule_class(TORCH_NAMES[schedule])(stage, num_micro_batches)
     torchs._initialize_stage = lambda *_: None
@@ -177,7 +198,10 @@ def test_no_action_starts_later_than_possible(schedule):
         timeline = run(case).timeline
         stops = {span.stop for span in timeline}
         for span in timeline:
-            assert span.start == 0 or span.start in stops or span.start - 0.25 in stops, (case, span)
+            assert span.start == 0 or span.start in stops or span.start - 0.25 in stops, (
+                case,
+                span,
+            )
 
 
 @pytest.mark.parametrize("schedule", TORCH_NAMES)
@@ -206,7 +230,9 @@ def test_durations_and_transfer_are_those_given():
     assert times[1] == [(3.5, 6.5), (6.5, 11.5), (11.5, 14.5), (14.5, 19.5)]
 
 
-@pytest.mark.parametrize("kinds", [("backward", "forward"), ("forward", "weight_backward", "input_backward")])
+@pytest.mark.parametrize(
+    "kinds", [("backward", "forward"), ("forward", "weight_backward", "input_backward")]
+)
 def test_an_order_that_waits_for_itself_is_refused(kinds):
     with pytest.raises(AssertionError, match="wait for each other"):
         simulate([[Action(kind, 0, 0) for kind in kinds]])
@@ -225,7 +251,9 @@ def test_the_bubble_is_p_minus_1_over_v_m(schedule, pp, stages_per_rank, rounds)
 
 
 @pytest.mark.parametrize("schedule", ONE_STAGE_PER_RANK)
-@pytest.mark.parametrize(("pp", "num_micro_batches"), [(2, 2), (2, 7), (4, 4), (4, 9), (8, 8), (8, 20)])
+@pytest.mark.parametrize(
+    ("pp", "num_micro_batches"), [(2, 2), (2, 7), (4, 4), (4, 9), (8, 8), (8, 20)]
+)
 def test_the_bubble_of_one_stage_a_rank_is_p_minus_1_over_m(schedule, pp, num_micro_batches):
     bubble = simulated(schedule, pp, 1, num_micro_batches).bubble
     assert bubble == pytest.approx((pp - 1) / num_micro_batches)
@@ -277,7 +305,9 @@ def test_a_forward_lives_until_the_gradients_of_its_weights():
 # Drawings
 
 
-def picture(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, width: int) -> str:
+def picture(
+    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, width: int
+) -> str:
     return draw(simulated(schedule, pp, stages_per_rank, num_micro_batches), width)
 
 
@@ -287,7 +317,8 @@ def test_picture_of_1f1b():
         "rank 1 |..0>1>2>........0<<<3>1<<<4>2<<<5>3<<<6>4<<<7>5<<<..6<<<..7<<<....|",
         "rank 2 |....0>1>....0<<<2>1<<<3>2<<<4>3<<<5>4<<<6>5<<<7>6<<<..7<<<........|",
         "rank 3 |......0>0<<<1>1<<<2>2<<<3>3<<<4>4<<<5>5<<<6>6<<<7>7<<<............|",
-        "> forward   < backward   = gradients of weights alone   . idle   0 1 2 micro-batches   a b c stages of a rank",
+        "> forward   < backward   = gradients of weights alone   . idle   0 1 2 micro-batches   a "
+        "b c stages of a rank",
     ]
 
 
@@ -307,7 +338,10 @@ def test_picture_of_a_split_backward():
 
 
 def test_a_narrow_picture_drops_letters_then_numbers():
-    assert picture("breadth_first", 2, 2, 2, 44).splitlines()[0] == "rank 0 |0>1>0>1>......1<<<0<<<1<<<0<<<|"
+    assert (
+        picture("breadth_first", 2, 2, 2, 44).splitlines()[0]
+        == "rank 0 |0>1>0>1>......1<<<0<<<1<<<0<<<|"
+    )
     assert picture("breadth_first", 2, 2, 2, 26).splitlines()[0] == "rank 0 |>>>>...<<<<<<<<|"
 
 
@@ -322,4 +356,7 @@ def test_pictures_are_as_wide_as_allowed_at_most(schedule, width):
 def test_where_columns_are_rounded_numbers_stay_whole_and_marked():
     rows = draw(simulated("1f1b", 4, 1, 12, transfer=0.5), 200).splitlines()[:-1]
     assert len({len(row) for row in rows}) == 1
-    assert all(re.search(r"\d(?![\d<>])", row.removeprefix(f"rank {rank}")) is None for rank, row in enumerate(rows))
+    assert all(
+        re.search(r"\d(?![\d<>])", row.removeprefix(f"rank {rank}")) is None
+        for rank, row in enumerate(rows)
+    )

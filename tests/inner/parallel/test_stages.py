@@ -29,7 +29,9 @@ def even(num_layers: int, head_layers: float = HEAD_LAYERS) -> LayerCosts:
     return LayerCosts((1.0,) * num_layers, head_layers)
 
 
-def counts(num_layers: int, pp: int, head_layers: float = HEAD_LAYERS, **parallel: object) -> list[int]:
+def counts(
+    num_layers: int, pp: int, head_layers: float = HEAD_LAYERS, **parallel: object
+) -> list[int]:
     costs = even(num_layers, head_layers)
     return [len(stage.layers) for stage in plan_stages(ParallelConfig(**parallel), costs, pp)]
 
@@ -68,8 +70,11 @@ def test_no_layer_would_be_better_in_another_stage(random_splits, head_layers):
         parallel = {"schedule": "breadth_first", "stages_per_rank": stages_per_rank}
         split = counts(num_layers, pp, head_layers, **parallel)
         loads = [*split[:-1], split[-1] + head_layers]
-        # Of the stages that can give a layer away, none is lighter even with one more than the heaviest is now.
-        heaviest = max((load for load, count in zip(loads, split, strict=True) if count > 1), default=0)
+        # Of the stages that can give a layer away, none is lighter even with one more than the
+        # heaviest is now.
+        heaviest = max(
+            (load for load, count in zip(loads, split, strict=True) if count > 1), default=0
+        )
         assert min(loads) + 1 >= heaviest, split
 
 
@@ -111,7 +116,9 @@ def test_of_unequal_layers_no_other_split_has_a_faster_slowest_stage(layers, hea
     costs = LayerCosts(layers, head)
     for pp in (2, 3, 4):
         split = tuple(len(stage.layers) for stage in plan_stages(ParallelConfig(), costs, pp))
-        every = [each for each in product(range(1, len(layers)), repeat=pp) if sum(each) == len(layers)]
+        every = [
+            each for each in product(range(1, len(layers)), repeat=pp) if sum(each) == len(layers)
+        ]
         assert sum(split) == len(layers) and min(split) >= 1
         assert slowest(costs, split) == pytest.approx(min(slowest(costs, each) for each in every))
 
@@ -129,7 +136,9 @@ def test_layers_of_one_kind_cost_exactly_one_layer():
     assert costs[:3] == (costs[0],) * 3 and costs[3:] == (costs[3],) * 58
 
 
-@pytest.mark.parametrize("parallel", [{}, {"schedule": "zbv"}, {"layers_per_stage": (1, 1), "stages_per_rank": 4}])
+@pytest.mark.parametrize(
+    "parallel", [{}, {"schedule": "zbv"}, {"layers_per_stage": (1, 1), "stages_per_rank": 4}]
+)
 def test_without_a_pipeline_the_model_is_one_stage(parallel):
     (stage,) = plan_stages(ParallelConfig(**parallel), even(5), 1)
     assert (stage.layers, stage.is_first, stage.is_last) == (range(5), True, True)
@@ -138,8 +147,24 @@ def test_without_a_pipeline_the_model_is_one_stage(parallel):
 @pytest.mark.parametrize(
     ("num_layers", "pp", "parallel", "texts"),
     [
-        (3, 4, {}, ["model.num_layers (3)", "island.mesh.pp (4)", "= 4", "pp to 3 or less", "num_layers to 4 or more"]),
-        (7, 4, {"schedule": "zbv"}, ["model.num_layers (7)", "stages_per_rank (2)", "= 8", "pp to 3 or less"]),
+        (
+            3,
+            4,
+            {},
+            [
+                "model.num_layers (3)",
+                "island.mesh.pp (4)",
+                "= 4",
+                "pp to 3 or less",
+                "num_layers to 4 or more",
+            ],
+        ),
+        (
+            7,
+            4,
+            {"schedule": "zbv"},
+            ["model.num_layers (7)", "stages_per_rank (2)", "= 8", "pp to 3 or less"],
+        ),
         (1, 2, {"schedule": "zbv"}, ["model.num_layers (1)", "pp to 1 or less"]),
         (
             8,
@@ -147,11 +172,36 @@ def test_without_a_pipeline_the_model_is_one_stage(parallel):
             {"stages_per_rank": 2},
             ["island.parallel.stages_per_rank", "1f1b", "needs 1, got 2", "interleaved_1f1b"],
         ),
-        (8, 2, {"schedule": "gpipe", "stages_per_rank": 3}, ["gpipe", "needs 1, got 3", "breadth_first"]),
-        (8, 2, {"schedule": "zbv", "stages_per_rank": 1}, ["zbv", "needs 2", "got 1", "interleaved_zero_bubble"]),
-        (8, 2, {"schedule": "dualpipev", "stages_per_rank": 4}, ["dualpipev", "needs 2", "got 4", "set it to 2"]),
-        (8, 2, {"layers_per_stage": (4, 3)}, ["layers_per_stage: [4, 3]", "up to 7", "8 layers", "even split"]),
-        (8, 2, {"layers_per_stage": (4, 3, 1)}, ["[4, 3, 1]", "names 3 stages", "= 2", "name 2", "even split"]),
+        (
+            8,
+            2,
+            {"schedule": "gpipe", "stages_per_rank": 3},
+            ["gpipe", "needs 1, got 3", "breadth_first"],
+        ),
+        (
+            8,
+            2,
+            {"schedule": "zbv", "stages_per_rank": 1},
+            ["zbv", "needs 2", "got 1", "interleaved_zero_bubble"],
+        ),
+        (
+            8,
+            2,
+            {"schedule": "dualpipev", "stages_per_rank": 4},
+            ["dualpipev", "needs 2", "got 4", "set it to 2"],
+        ),
+        (
+            8,
+            2,
+            {"layers_per_stage": (4, 3)},
+            ["layers_per_stage: [4, 3]", "up to 7", "8 layers", "even split"],
+        ),
+        (
+            8,
+            2,
+            {"layers_per_stage": (4, 3, 1)},
+            ["[4, 3, 1]", "names 3 stages", "= 2", "name 2", "even split"],
+        ),
         (8, 2, {"layers_per_stage": (8, 0)}, ["[8, 0]", "a stage with 0 layers", "at least 1"]),
     ],
 )
@@ -162,13 +212,19 @@ def test_an_impossible_split_says_field_value_and_cure(num_layers, pp, parallel,
 
 
 def torch_schedule(schedule: str, pp: int, num_micro_batches: int) -> object:
-    """Build torch's schedule of that name without ranks. Raises ValueError if torch cannot run it."""
+    """Build torch's schedule of that name without ranks. Raises ValueError if torch cannot run
+    it.
+    """
     held = 1 if schedule in ONE_STAGE_PER_RANK else 2
     stages = [
-        SimpleNamespace(stage_index=index, num_stages=pp * held, group_size=pp, group_rank=0, submod=None)
+        SimpleNamespace(
+            stage_index=index, num_stages=pp * held, group_size=pp, group_rank=0, submod=None
+        )
         for index in range(held)
     ]
-    return get_schedule_class(TORCH_NAMES[schedule])(stages if held == 2 else stages[0], num_micro_batches)
+    return get_schedule_class(TORCH_NAMES[schedule])(
+        stages if held == 2 else stages[0], num_micro_batches
+    )
 
 
 def accepts(check, *args: object, error: type[Exception]) -> bool:
@@ -191,7 +247,9 @@ def test_micro_batches_are_refused_exactly_where_torch_refuses_them(schedule):
     assert ours == torchs
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev"]
+)
 def test_every_cure_for_micro_batches_works(schedule):
     parallel = ParallelConfig(schedule=schedule)
     refused = 0
@@ -221,7 +279,9 @@ def test_without_a_pipeline_any_number_of_micro_batches_runs(schedule):
     check_micro_batches(ParallelConfig(schedule=schedule), 1, 1)
 
 
-@pytest.mark.parametrize("schedule", [name for name in TORCH_NAMES if name not in ONE_STAGE_PER_RANK])
+@pytest.mark.parametrize(
+    "schedule", [name for name in TORCH_NAMES if name not in ONE_STAGE_PER_RANK]
+)
 def test_stages_lie_where_torch_expects_them(schedule):
     for pp in (2, 3, 4, 8):
         theirs = torch_schedule(schedule, pp, 2 * pp).stage_index_to_group_rank
@@ -236,6 +296,7 @@ def test_a_rank_holds_a_column_or_both_legs_of_a_v():
 
 def test_planning_imports_no_torch():
     code = (
-        "import sys, inner.parallel.pipeline.stages, inner.parallel.pipeline.schedule; sys.exit('torch' in sys.modules)"
+        "import sys, inner.parallel.pipeline.stages, inner.parallel.pipeline.schedule; "
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=180).returncode == 0

@@ -22,8 +22,8 @@ SIZES = ModelSizes(dim=64, num_layers=2, num_heads=8, num_kv_heads=4, ffn_dim=12
 class Kept:
     """Bytes that autograd keeps, each storage once, without parameters.
 
-    A storage is told by its identity and not by its address: FSDP frees the memory of gathered parameters, whose
-    address may then be that of an activation.
+    A storage is told by its identity and not by its address: FSDP frees the memory of gathered
+    parameters, whose address may then be that of an activation.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,11 +38,15 @@ class Kept:
     @property
     def num_bytes(self) -> int:
         own = {storage_of(param)._cdata for param in self._model.parameters()}
-        return sum(storage.nbytes() for identity, storage in self._seen.items() if identity not in own)
+        return sum(
+            storage.nbytes() for identity, storage in self._seen.items() if identity not in own
+        )
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage:
-    """Storage of the tensor, or of the part that this rank holds. While it is referred to, its `_cdata` is its own."""
+    """Storage of the tensor, or of the part that this rank holds. While it is referred to, its
+    `_cdata` is its own.
+    """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()
 

@@ -25,14 +25,18 @@ Life = tuple[list[float | None], tuple[float, int], list[Tensor], int]
 
 
 def live(_: int, degrees: Degrees, parallel: ParallelConfig) -> Life:
-    """Losses, a held-out loss between two steps, the last weights, and the number of gathers in the last step."""
+    """Losses, a held-out loss between two steps, the last weights, and the number of gathers in the
+    last step.
+    """
     trainer = build_trainer(degrees, parallel=parallel, micro_batch=1)
     assert trainer.micro_batches_per_step > 1
     losses = [trainer.step(share(trainer, batch(step))).loss for step in range(STEPS - 1)]
     heldout = trainer.evaluate([batch(100)[: trainer.settings.micro_batch]])
     with CommCounter(island_groups(trainer.mesh, has_experts=False)) as counter:
         losses.append(trainer.step(share(trainer, batch(STEPS))).loss)
-    gathers = sum(row.calls for row in counter.rows if row.axis == "fsdp" and row.op == "all_gather")
+    gathers = sum(
+        row.calls for row in counter.rows if row.axis == "fsdp" and row.op == "all_gather"
+    )
     return losses, heldout, snapshot(trainer.params), gathers
 
 

@@ -15,7 +15,9 @@ def changes_among(num_others: int) -> Changes:
 
 
 async def count_looks(changes: Changes, num_reports: int) -> int:
-    """How often something that looks after every change looks while reports arrive, one each 0.1 ms."""
+    """How often something that looks after every change looks while reports arrive, one each 0.1
+    ms.
+    """
     num_looks = 0
 
     async def look() -> None:

@@ -1,4 +1,6 @@
-"""After a commit the islands write to a coordinator, and to all again when they cannot rely on it."""
+"""After a commit the islands write to a coordinator, and to all again when they cannot rely on
+it.
+"""
 
 from outer.agreement.coordination import Coordination
 from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote
@@ -27,7 +29,8 @@ def sent(island: RoundProtocol, kind: type) -> set[str]:
 
 def plan_of(speeds: dict[str, float]) -> Plan:
     readies = [
-        ready_of(node(name, "")).model_copy(update={"step_seconds": seconds}) for name, seconds in speeds.items()
+        ready_of(node(name, "")).model_copy(update={"step_seconds": seconds})
+        for name, seconds in speeds.items()
     ]
     return Plan(round=0, attempt=0, planner="a", participants=readies)
 
@@ -67,7 +70,9 @@ def test_an_island_that_took_the_state_from_others_writes_to_all() -> None:
 
 def test_with_observers_all_write_to_all() -> None:
     coordination = Coordination("a")
-    coordination.begin_round(1, plan_of({"a": 1.0, "b": 2.0}), Rules(direct_islands=0, has_observers=True))
+    coordination.begin_round(
+        1, plan_of({"a": 1.0, "b": 2.0}), Rules(direct_islands=0, has_observers=True)
+    )
     assert coordination.coordinator is None
 
 
@@ -203,7 +208,9 @@ def test_a_no_is_told_to_all() -> None:
 
 
 def meeting(name: str, others: str) -> RoundProtocol:
-    """A ready island that has met these others before the first commit, in a run in which two are very many."""
+    """A ready island that has met these others before the first commit, in a run in which two are
+    very many.
+    """
     made = node(name, others, direct_islands=0, tree_islands=1, max_round=1)
     made.prepare(ready_of(made))
     return made
@@ -233,8 +240,13 @@ def test_before_the_first_commit_an_island_that_lost_the_coordinator_writes_to_a
 
 
 def finished(name: str) -> RoundProtocol:
-    """An island that holds the last state of the run, with three others of which it is not known yet."""
-    made, others = meeting(name, "abcd".replace(name, "")), [ready_of(node(other, "")) for other in "abcd"]
+    """An island that holds the last state of the run, with three others of which it is not known
+    yet.
+    """
+    made, others = (
+        meeting(name, "abcd".replace(name, "")),
+        [ready_of(node(other, "")) for other in "abcd"],
+    )
     plan = Plan(round=0, attempt=0, planner="a", participants=others)
     made.coordination.begin_round(1, plan, made.knowledge.rules)
     made.knowledge.hold(last := Status(round=1, tokens=40, digest="dd" * 8))

@@ -15,7 +15,7 @@ from tests.outer.clock import now, run, until
 from tests.outer.leaders import START, Fault, Leader, fail, leaders, plans_of, together
 from tests.outer.protocols import node
 
-# -- plan and commit -------------------------------------------------------------------------------------------
+# -- plan and commit -------------------------------------------------------------------------------
 
 
 def test_islands_that_are_ready_commit_together() -> None:
@@ -116,21 +116,24 @@ def test_on_sent_is_called_once_the_others_can_know() -> None:
     run(test)
 
 
-# -- too few islands -------------------------------------------------------------------------------------------
+# -- too few islands -------------------------------------------------------------------------------
 
 
 def test_a_run_that_its_first_islands_do_not_come_to_ends() -> None:
     async def test() -> None:
         (a,) = await leaders("a", wait_seconds=20.0, start_islands=2)
         with pytest.raises(
-            QuorumError, match=r"round 0: 1 of 2 islands were here within 2\d s; outer.* finished the run"
+            QuorumError,
+            match=r"round 0: 1 of 2 islands were here within 2\d s; outer.* finished the run",
         ):
             await a.attempt()
 
     run(test)
 
 
-def test_below_the_quorum_wait_waits_and_says_so_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_below_the_quorum_wait_waits_and_says_so_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test() -> None:
         (a,) = await leaders("a", quorum=2, wait_seconds=5.0)
         early = asyncio.create_task(a.attempt())
@@ -147,15 +150,20 @@ def test_below_the_quorum_wait_waits_and_says_so_once_a_minute(caplog: pytest.Lo
     )
 
 
-def test_below_the_quorum_it_says_why_the_others_may_not_be_seen(caplog: pytest.LogCaptureFixture) -> None:
+def test_below_the_quorum_it_says_why_the_others_may_not_be_seen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     few = FewIslands(node("a", "").knowledge, Deadlines(5.0), lambda: "this clock is 50 s behind")
     few.check(TooFew(1, 2, is_start=False), waited=1.0, warned_at=-WARN_SECONDS, now=1.0)
     assert caplog.messages == [
-        "round 0: BELOW QUORUM: 1 of 2 islands are here; waiting for the others; this clock is 50 s behind"
+        "round 0: BELOW QUORUM: 1 of 2 islands are here; waiting for the others; this clock is 50 "
+        "s behind"
     ]
 
 
-def test_below_the_quorum_continue_goes_on_and_says_so_in_every_round(caplog: pytest.LogCaptureFixture) -> None:
+def test_below_the_quorum_continue_goes_on_and_says_so_in_every_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test() -> None:
         (a,) = await leaders("a", quorum=2, below_quorum="continue")
         for _ in range(2):
@@ -163,25 +171,31 @@ def test_below_the_quorum_continue_goes_on_and_says_so_in_every_round(caplog: py
 
     run(test)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert [w[: w.index(";")] for w in warnings] == [f"round {r}: BELOW QUORUM: 1 of 2 islands" for r in (0, 1)]
+    assert [w[: w.index(";")] for w in warnings] == [
+        f"round {r}: BELOW QUORUM: 1 of 2 islands" for r in (0, 1)
+    ]
 
 
 def test_below_the_quorum_stop_ends_the_island_after_the_grace() -> None:
     async def test() -> None:
         (a,) = await leaders("a", quorum=2, below_quorum="stop", wait_seconds=20.0)
-        with pytest.raises(QuorumError, match=r"round 0: 1 of outer\.quorum 2 islands .* is 'stop'"):
+        with pytest.raises(
+            QuorumError, match=r"round 0: 1 of outer\.quorum 2 islands .* is 'stop'"
+        ):
             await a.attempt()
         assert now() >= 20
 
     run(test)
 
 
-# -- abort -----------------------------------------------------------------------------------------------------
+# -- abort -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", ["in_reduce", "before_vote"])
 @pytest.mark.parametrize("name", "abc")
-def test_one_islands_failure_aborts_everywhere_and_the_next_attempt_commits(moment: str, name: str) -> None:
+def test_one_islands_failure_aborts_everywhere_and_the_next_attempt_commits(
+    moment: str, name: str
+) -> None:
     async def test() -> None:
         islands = await leaders("abc", start_islands=3)
         faults = [{moment: fail} if i.name == name else {} for i in islands]
@@ -198,11 +212,17 @@ def test_an_abort_in_a_lasting_group_makes_all_connect_anew() -> None:
     async def test() -> None:
         islands = await leaders("abc", start_islands=3)
         await together(*(i.attempt() for i in islands))
-        # a and b have finished their reduce when c votes no: their connections are complete, those of c are not.
+        # a and b have finished their reduce when c votes no: their connections are complete, those
+        # of c are not.
         faults: list[Fault | None] = [None, None, fail]
-        aborted = await together(*(i.attempt(before_vote=f) for i, f in zip(islands, faults, strict=True)))
+        aborted = await together(
+            *(i.attempt(before_vote=f) for i, f in zip(islands, faults, strict=True))
+        )
         assert plans_of(aborted) == [(0, ["a", "b", "c"], False)] * 3
-        assert plans_of(await together(*(i.attempt() for i in islands))) == [(1, ["a", "b", "c"], True)] * 3
+        assert (
+            plans_of(await together(*(i.attempt() for i in islands)))
+            == [(1, ["a", "b", "c"], True)] * 3
+        )
 
     run(test)
 
@@ -211,7 +231,8 @@ def test_a_refused_plan_in_a_lasting_group_leaves_nobody_behind() -> None:
     async def test() -> None:
         islands = a, b, c = await leaders("abc", start_islands=3)
         await together(*(i.attempt() for i in islands))
-        # c has used its ready messages for the first attempts in a plan that the others have not seen.
+        # c has used its ready messages for the first attempts in a plan that the others have not
+        # seen.
         early = asyncio.gather(a.attempt_until_committed(), b.attempt_until_committed())
         await until(c.hears("ab"))
         c.protocol.readies.used["c"] = 1, 4
@@ -229,7 +250,8 @@ def test_a_no_ends_a_running_reduce_at_once() -> None:
         a, b, c = await leaders("abc", start_islands=3)
         running = asyncio.gather(a.attempt(), b.attempt())
         plan = await c.plan()
-        # c neither connects nor leaves, so the others could wait for it until their deadline of ten minutes.
+        # c neither connects nor leaves, so the others could wait for it until their deadline of ten
+        # minutes.
         started = now()
         assert not await c.driver.decide(Vote.no(plan, "c", "out of memory"))
         assert plans_of(await running) == [(0, ["a", "b", "c"], False)] * 2
@@ -261,7 +283,9 @@ def test_a_no_of_an_island_outside_of_the_plan_changes_nothing() -> None:
         for island in (a, b):
             await q.tell(island, Vote.no(plans[0], "q", "boo"))
         digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
-        votes = [Vote.yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)]
+        votes = [
+            Vote.yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)
+        ]
         assert await together(a.driver.decide(votes[0]), b.driver.decide(votes[1])) == [True, True]
 
     run(test)
@@ -280,6 +304,9 @@ def test_an_accused_island_is_left_out_of_the_next_attempt_and_then_behind() -> 
         assert plans_of(second) == [(1, ["a", "b"], True)] * 2
         assert isinstance(left_out, BehindError)
         c.take_state(a)
-        assert plans_of(await together(*(i.attempt() for i in islands))) == [(0, ["a", "b", "c"], True)] * 3
+        assert (
+            plans_of(await together(*(i.attempt() for i in islands)))
+            == [(0, ["a", "b", "c"], True)] * 3
+        )
 
     run(test)

@@ -1,4 +1,6 @@
-"""Six islands, of which one coordinates each round after the first, while islands die, freeze and come."""
+"""Six islands, of which one coordinates each round after the first, while islands die, freeze and
+come.
+"""
 
 import asyncio
 
@@ -22,7 +24,9 @@ def test_rounds_commit_with_one_coordinator() -> None:
     async def test() -> None:
         islands = await after_a_round()
         for _ in range(3):
-            assert [island.protocol.coordination.coordinator for island in islands] == ["a"] * len(NAMES)
+            assert [island.protocol.coordination.coordinator for island in islands] == ["a"] * len(
+                NAMES
+            )
             results = await together(*(island.attempt() for island in islands))
             assert plans_of(results) == [(0, list(NAMES), True)] * len(NAMES)
         assert len({island.digest for island in islands}) == 1
@@ -37,7 +41,9 @@ def test_rounds_commit_with_one_coordinator() -> None:
 @pytest.mark.parametrize("fault", [die, freeze])
 @pytest.mark.parametrize("when", ["in_reduce", "before_vote"])
 @pytest.mark.parametrize("victim", [0, 3], ids=["the coordinator", "another"])
-def test_the_others_commit_when_an_island_dies_or_freezes(victim: int, when: str, fault: Fault) -> None:
+def test_the_others_commit_when_an_island_dies_or_freezes(
+    victim: int, when: str, fault: Fault
+) -> None:
     async def test() -> None:
         islands = await after_a_round()
         others = [island for island in islands if island is not islands[victim]]
@@ -66,7 +72,9 @@ def test_a_frozen_coordinator_holds_up_nobody_and_takes_part_again() -> None:
     async def test() -> None:
         islands = await after_a_round()
         freeze(islands[0])
-        plans: list[Plan] = await asyncio.gather(*(island.attempt_until_committed() for island in islands[1:]))
+        plans: list[Plan] = await asyncio.gather(
+            *(island.attempt_until_committed() for island in islands[1:])
+        )
         assert {tuple(plan.names) for plan in plans} == {tuple("bcdef")}
         await wake(islands[0])
         await until(lambda: islands[0].knowledge.behind(is_settled=False) is not None)

@@ -1,4 +1,6 @@
-"""Who speaks: runs on one network, islands of other configs or of the same name, restarts, and what is no message."""
+"""Who speaks: runs on one network, islands of other configs or of the same name, restarts, and what
+is no message.
+"""
 
 import asyncio
 import logging
@@ -30,7 +32,10 @@ def test_an_island_with_another_config_is_not_met() -> None:
         (a,) = await leaders("a")
         (b,) = await leaders("b", a.hub, config_hash="d" * 32)
         await asyncio.sleep(3 * PING_SECONDS)
-        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a"], True), (0, ["b"], True)]
+        assert plans_of(await together(a.attempt(), b.attempt())) == [
+            (0, ["a"], True),
+            (0, ["b"], True),
+        ]
 
     run(test)
 
@@ -62,7 +67,8 @@ def test_a_restarted_island_takes_its_own_place_in_the_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "body,cause", [(b"\x00", "not a Vote"), (b"", "not a Vote"), (b"{}", "not a Vote: plan: Field required")]
+    "body,cause",
+    [(b"\x00", "not a Vote"), (b"", "not a Vote"), (b"{}", "not a Vote: plan: Field required")],
 )
 def test_what_is_no_message_is_refused_and_the_round_goes_on(body: bytes, cause: str) -> None:
     async def test() -> None:
@@ -74,7 +80,9 @@ def test_what_is_no_message_is_refused_and_the_round_goes_on(body: bytes, cause:
     run(test)
 
 
-def test_an_island_whose_ready_is_refused_is_told_why_in_its_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_island_whose_ready_is_refused_is_told_why_in_its_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
 
     async def test() -> None:

@@ -1,4 +1,6 @@
-"""Islands that keep silent, disagree or accuse hold up nobody for long, and a wait says whom it waits for."""
+"""Islands that keep silent, disagree or accuse hold up nobody for long, and a wait says whom it
+waits for.
+"""
 
 import asyncio
 import logging
@@ -18,7 +20,9 @@ from tests.outer.leaders import Fault, Leader, freeze, leaders, plans_of, togeth
 
 WRONG = "ee" * 16
 SILENT_SECONDS = DEFAULT_FLOOR_SECONDS + 10.0
-"""A vote after a short reduce is waited for 10 s, then a reply to the query for 6 s; the rest is a margin."""
+"""A vote after a short reduce is waited for 10 s, then a reply to the query for 6 s; the rest is a
+margin.
+"""
 
 
 async def commit(*islands: Leader) -> list[list[str]]:
@@ -30,7 +34,7 @@ async def commit(*islands: Leader) -> list[list[str]]:
     return [plan.names for plan in plans if isinstance(plan, Plan)]
 
 
-# -- silence ---------------------------------------------------------------------------------------------------
+# -- silence ---------------------------------------------------------------------------------------
 
 
 async def reduce_and_keep_silent(island: Leader) -> None:
@@ -55,7 +59,9 @@ def test_a_participant_that_sends_no_payloads_is_left_out_of_the_next_plan() -> 
         silent = asyncio.create_task(c.plan())
         plans = await together(a.attempt_until_committed(), b.attempt_until_committed())
         assert [(p.attempt, p.names) for p in plans if isinstance(p, Plan)] == [(1, ["a", "b"])] * 2
-        assert now() < 20.0 + 20.0 + 5.0, "the limits of the reduce and, after one of 20 s, of the votes"
+        assert now() < 20.0 + 20.0 + 5.0, (
+            "the limits of the reduce and, after one of 20 s, of the votes"
+        )
         await silent
 
     run(test)
@@ -81,7 +87,9 @@ def test_a_participant_that_acknowledges_no_votes_is_left_out_of_the_next_plan()
 def test_a_planner_that_makes_no_plan_is_passed_over() -> None:
     async def test() -> None:
         a, b, c = await leaders("abc", start_islands=3)
-        a.protocol.prepare(a.ready())  # Its ready message goes out again each second, and it never plans.
+        a.protocol.prepare(
+            a.ready()
+        )  # Its ready message goes out again each second, and it never plans.
         await until(lambda: b.hears("a")() and c.hears("a")())
         started, limit = now(), plan_limit(b.deadlines)
         plans = await asyncio.gather(b.plan(), c.plan())
@@ -92,7 +100,7 @@ def test_a_planner_that_makes_no_plan_is_passed_over() -> None:
     run(test)
 
 
-# -- digests that differ ---------------------------------------------------------------------------------------
+# -- digests that differ ---------------------------------------------------------------------------
 
 
 async def attempt_wrongly(island: Leader) -> bool:
@@ -138,7 +146,7 @@ def test_two_islands_whose_digests_differ_again_and_again_stop_and_print_both() 
     run(test)
 
 
-# -- all blow up -----------------------------------------------------------------------------------------------
+# -- all blow up -----------------------------------------------------------------------------------
 
 
 def accuses(name: str, *, times: int) -> Fault:
@@ -166,7 +174,9 @@ def test_islands_that_all_send_nan_once_commit_together_afterwards(ring: str) ->
         islands = await leaders(ring, start_islands=len(ring))
         nexts = ring[1:] + ring[0]
         faults = [accuses(name, times=1) for name in nexts]
-        plans = await together(*(attempts(i, fault) for i, fault in zip(islands, faults, strict=True)))
+        plans = await together(
+            *(attempts(i, fault) for i, fault in zip(islands, faults, strict=True))
+        )
         assert [plan.names for plan in plans if isinstance(plan, Plan)] == [list(ring)] * len(ring)
         assert now() < SILENT_SECONDS
 
@@ -178,7 +188,9 @@ def test_islands_that_all_send_nan_for_ever_stop_and_are_named(ring: str) -> Non
     async def test() -> None:
         islands = await leaders(ring, start_islands=len(ring))
         faults = [accuses(name, times=1000) for name in ring[1:] + ring[0]]
-        results = await together(*(attempts(i, fault) for i, fault in zip(islands, faults, strict=True)))
+        results = await together(
+            *(attempts(i, fault) for i, fault in zip(islands, faults, strict=True))
+        )
         ended = [str(result) for result in results if isinstance(result, OuterError)]
         assert ended, results
         assert any(all(f"{name}: " in text for name in ring) for text in ended), ended
@@ -187,7 +199,7 @@ def test_islands_that_all_send_nan_for_ever_stop_and_are_named(ring: str) -> Non
     run(test)
 
 
-# -- what was measured in a freeze -----------------------------------------------------------------------------
+# -- what was measured in a freeze -----------------------------------------------------------------
 
 
 def test_calls_that_a_freeze_has_stretched_are_not_measured() -> None:
@@ -237,18 +249,26 @@ def test_the_bound_is_the_sum_that_its_description_says() -> None:
         for kind in ("call", "reduce", "vote", "round"):
             for _ in range(3):
                 a.deadlines.observe(kind, 1.0)
-        attempt = plan_limit(a.deadlines) + 11.0 + vote_limit(a.deadlines, 0.0) + query_limit(a.deadlines)
-        assert (plan_limit(a.deadlines), vote_limit(a.deadlines, 0.0), query_limit(a.deadlines)) == (10.0, 11.0, 5.0)
+        attempt = (
+            plan_limit(a.deadlines) + 11.0 + vote_limit(a.deadlines, 0.0) + query_limit(a.deadlines)
+        )
+        assert (
+            plan_limit(a.deadlines),
+            vote_limit(a.deadlines, 0.0),
+            query_limit(a.deadlines),
+        ) == (10.0, 11.0, 5.0)
         assert commit_bound(a.deadlines, num_waiting=2) == 7.0 + 2 * attempt
         assert commit_bound(a.deadlines, num_waiting=2, num_absent=1) == 7.0 + 3.0 + 2 * attempt
 
     run(test)
 
 
-# -- whom it waits for -----------------------------------------------------------------------------------------
+# -- whom it waits for -----------------------------------------------------------------------------
 
 
-def test_a_gathering_says_every_few_seconds_whom_it_waits_for_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gathering_says_every_few_seconds_whom_it_waits_for_and_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test() -> None:
         seen: list[Waiting | None] = []
         a, b, c, d = await leaders("abcd", start_islands=2, on_wait=seen.append)
@@ -265,7 +285,10 @@ def test_a_gathering_says_every_few_seconds_whom_it_waits_for_and_why(caplog: py
 
     with caplog.at_level(logging.INFO):
         run(test)
-    assert any("gathering for 10 s; c: it is not ready; d: it is lost" in r.getMessage() for r in caplog.records)
+    assert any(
+        "gathering for 10 s; c: it is not ready; d: it is lost" in r.getMessage()
+        for r in caplog.records
+    )
 
 
 def test_a_vote_says_whose_vote_is_missing() -> None:
@@ -274,7 +297,9 @@ def test_a_vote_says_whose_vote_is_missing() -> None:
         a, b, c = await leaders("abc", start_islands=3, quorum=2, on_wait=seen.append)
         silent = asyncio.create_task(reduce_and_keep_silent(c))
         await commit(a, b)
-        assert {"c": "it has not voted"} in [w.islands for w in seen if w is not None and w.phase == "voting"]
+        assert {"c": "it has not voted"} in [
+            w.islands for w in seen if w is not None and w.phase == "voting"
+        ]
         await silent
 
     run(test)

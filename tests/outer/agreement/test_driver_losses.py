@@ -19,7 +19,7 @@ from tests.outer.signers import signed_yes
 OTHER = "bb" * 16
 
 
-# -- islands die -----------------------------------------------------------------------------------------------
+# -- islands die -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", "abc")
@@ -44,8 +44,13 @@ def test_survivors_of_a_loss_abort_together_and_go_on_without_it(moment: str, na
         islands = await leaders("abc", start_islands=3)
         faults = [{moment: die} if i.name == name else {} for i in islands]
         results = await together(*(i.attempt(**f) for i, f in zip(islands, faults, strict=True)))
-        assert [i.name for i, r in zip(islands, results, strict=True) if isinstance(r, Gone)] == [name]
-        assert plans_of([r for r in results if not isinstance(r, Gone)]) == [(0, ["a", "b", "c"], False)] * 2
+        assert [i.name for i, r in zip(islands, results, strict=True) if isinstance(r, Gone)] == [
+            name
+        ]
+        assert (
+            plans_of([r for r in results if not isinstance(r, Gone)])
+            == [(0, ["a", "b", "c"], False)] * 2
+        )
         _, survivors = split(islands, name)
         second = await together(*(i.attempt() for i in survivors))
         assert plans_of(second) == [(1, [i.name for i in survivors], True)] * 2
@@ -128,7 +133,7 @@ def test_an_island_that_has_moved_is_found_by_its_record() -> None:
     run(test)
 
 
-# -- islands freeze --------------------------------------------------------------------------------------------
+# -- islands freeze --------------------------------------------------------------------------------
 
 FOUND_SECONDS = PING_SECONDS + max(FLOORS["call"], MAX_FIRST_SECONDS["call"])
 """Time until a ping is sent and has not been answered within the limit of a call."""
@@ -146,7 +151,9 @@ def test_a_silent_island_is_lost_within_the_limit_of_a_call_and_the_others_go_on
 
 @pytest.mark.parametrize("moment", ["in_reduce", "before_vote"])
 @pytest.mark.parametrize("name", "abc")
-def test_an_island_that_freezes_in_a_round_ends_the_attempt_and_the_others_commit(moment: str, name: str) -> None:
+def test_an_island_that_freezes_in_a_round_ends_the_attempt_and_the_others_commit(
+    moment: str, name: str
+) -> None:
     async def test() -> None:
         islands = await leaders("abc", start_islands=3)
         frozen, others = split(islands, name)
@@ -162,7 +169,9 @@ def test_an_island_that_freezes_in_a_round_ends_the_attempt_and_the_others_commi
 
 
 @pytest.mark.parametrize("moment", ["in_reduce", "before_vote"])
-def test_an_island_that_wakes_learns_that_its_attempt_failed_and_that_it_is_behind(moment: str) -> None:
+def test_an_island_that_wakes_learns_that_its_attempt_failed_and_that_it_is_behind(
+    moment: str,
+) -> None:
     async def test() -> None:
         islands = a, b, c = await leaders("abc", start_islands=3)
         stuck = asyncio.create_task(c.attempt(**{moment: freeze}))
@@ -172,7 +181,10 @@ def test_an_island_that_wakes_learns_that_its_attempt_failed_and_that_it_is_behi
         with pytest.raises(BehindError, match="a, b in round 1 with 200 tokens"):
             await c.attempt()
         c.take_state(a)
-        assert plans_of(await together(*(i.attempt() for i in islands))) == [(0, ["a", "b", "c"], True)] * 3
+        assert (
+            plans_of(await together(*(i.attempt() for i in islands)))
+            == [(0, ["a", "b", "c"], True)] * 3
+        )
 
     run(test)
 
@@ -194,7 +206,9 @@ def test_an_island_that_stood_still_does_not_commit_on_votes_that_came_meanwhile
     run(test)
 
 
-def test_an_island_that_stood_still_before_its_vote_left_does_not_commit_on_the_votes_it_had() -> None:
+def test_an_island_that_stood_still_before_its_vote_left_does_not_commit_on_the_votes_it_had() -> (
+    None
+):
     async def test() -> None:
         a, b = await leaders("ab", start_islands=2)
         plans = await asyncio.gather(a.plan(), b.plan())
@@ -230,7 +244,7 @@ def test_an_island_that_wakes_while_it_gathers_does_not_plan_without_the_others(
     run(test)
 
 
-# -- goodbye ---------------------------------------------------------------------------------------------------
+# -- goodbye ---------------------------------------------------------------------------------------
 
 
 def test_an_island_that_has_said_goodbye_is_not_waited_for() -> None:
@@ -273,7 +287,9 @@ def test_a_goodbye_in_an_attempt_lets_it_end_first() -> None:
         plans = await asyncio.gather(a.plan(), b.plan())
         digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
         leaving = asyncio.create_task(b.say_goodbye())
-        votes = [Vote.yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)]
+        votes = [
+            Vote.yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)
+        ]
         assert await together(a.driver.decide(votes[0]), b.driver.decide(votes[1])) == [True, True]
         await leaving
         assert a.knowledge.present == frozenset()

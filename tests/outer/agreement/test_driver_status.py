@@ -15,7 +15,7 @@ from tests.outer.leaders import START, Leader, leaders, plans_of, split, togethe
 OTHER = "bb" * 16
 
 
-# -- islands behind --------------------------------------------------------------------------------------------
+# -- islands behind --------------------------------------------------------------------------------
 
 
 def test_an_island_behind_by_a_round_is_told_so() -> None:
@@ -25,7 +25,9 @@ def test_an_island_behind_by_a_round_is_told_so() -> None:
             island.enter(3)
         c.enter(2)
         early = asyncio.gather(a.attempt(), b.attempt())
-        with pytest.raises(BehindError, match=r"a, b in round 3 .* this island in round 2") as caught:
+        with pytest.raises(
+            BehindError, match=r"a, b in round 3 .* this island in round 2"
+        ) as caught:
             await c.attempt()
         assert caught.value.donors == ("a", "b")
         c.enter(3)
@@ -62,7 +64,9 @@ def test_an_island_ahead_that_is_gone_holds_nobody_up(is_lost: bool) -> None:
             c.hub.lose("c")
         else:
             await c.say_goodbye()
-        await until(lambda: not a.knowledge.live.keys() & {"c"} and not b.knowledge.live.keys() & {"c"})
+        await until(
+            lambda: not a.knowledge.live.keys() & {"c"} and not b.knowledge.live.keys() & {"c"}
+        )
         assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
 
     run(test)
@@ -102,7 +106,7 @@ def test_a_claim_that_nobody_can_make_good_holds_up_no_round_and_is_believed_aga
     run(test)
 
 
-# -- in the inner steps, and at the end ------------------------------------------------------------------------
+# -- in the inner steps, and at the end ------------------------------------------------------------
 
 
 def test_inner_steps_go_on_while_nobody_waits_or_waiting_is_worth_it() -> None:
@@ -208,7 +212,7 @@ def test_at_the_end_an_island_behind_is_told_so() -> None:
     run(test)
 
 
-# -- donors ----------------------------------------------------------------------------------------------------
+# -- donors ----------------------------------------------------------------------------------------
 
 
 async def donors_of(island: Leader) -> list[str]:
@@ -276,7 +280,7 @@ def test_donors_that_have_spoken_count_more_than_records() -> None:
     run(test)
 
 
-# -- islands that begin with other parameters ----------------------------------------------------------------
+# -- islands that begin with other parameters ------------------------------------------------------
 
 
 def test_islands_that_begin_with_other_parameters_are_both_told_at_once_and_in_the_end(
@@ -293,18 +297,27 @@ def test_islands_that_begin_with_other_parameters_are_both_told_at_once_and_in_t
 
     run(test)
     first = (
-        f"round 0: b with digest {OTHER[:12]} and this island with {START[:12]} begin with other parameters, and "
-        "cannot average them. Start the islands again: with the same seed, set before the model and its adapters are "
-        "made; or with the same weights (model.init_from, or one checkpoint that all of them load); or one of them "
-        "alone (outer.start_islands=1) and the others with island.joins=true, which take its weights"
+        f"round 0: b with digest {OTHER[:12]} and this island with {START[:12]} begin with other "
+        "parameters, and "
+        "cannot average them. Start the islands again: with the same seed, set before the model "
+        "and its adapters are "
+        "made; or with the same weights (model.init_from, or one checkpoint that all of them "
+        "load); or one of them "
+        "alone (outer.start_islands=1) and the others with island.joins=true, which take its "
+        "weights"
     )
-    second = f"round 0: a with digest {START[:12]} and this island with {OTHER[:12]} begin with other parameters"
+    second = (
+        f"round 0: a with digest {START[:12]} and this island with {OTHER[:12]} begin with "
+        "other parameters"
+    )
     of_b, of_a = sorted(caplog.messages[:2])
     assert of_a == first
     assert of_b.startswith(second)
 
 
-def test_an_island_that_comes_back_with_the_right_parameters_begins_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_island_that_comes_back_with_the_right_parameters_begins_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test() -> None:
         a, b = await leaders("ab", start_islands=2)
         b.enter(0, OTHER)

@@ -26,7 +26,9 @@ def plan_of(offers: dict[str, str | None], **rules: object) -> Plan | None:
     return plan
 
 
-@pytest.mark.parametrize("offers", [{"a": THEN, "b": THEN}, {"a": THEN, "b": None, "c": THEN}], ids=str)
+@pytest.mark.parametrize(
+    "offers", [{"a": THEN, "b": THEN}, {"a": THEN, "b": None, "c": THEN}], ids=str
+)
 def test_all_take_part_in_going_back_to_what_more_than_half_name(offers: dict[str, str | None]):
     plan = plan_of(offers)
     assert plan is not None and (plan.names, plan.earlier) == (sorted(offers), THEN)
@@ -52,7 +54,10 @@ def test_an_island_refuses_a_plan_that_goes_back_to_another_state_than_it_has_na
     b = gathering("b", "a")
     own = ready_of(b, earlier=THEN)
     b.prepare(own)
-    other, claimed = ready_of(node("a", ""), earlier=BEFORE), own.model_copy(update={"earlier": BEFORE})
+    other, claimed = (
+        ready_of(node("a", ""), earlier=BEFORE),
+        own.model_copy(update={"earlier": BEFORE}),
+    )
     b.receive("a", Plan(round=0, attempt=0, planner="a", participants=[other, claimed]))
     assert b.plan is None
 
@@ -70,7 +75,9 @@ def test_no_order_of_events_makes_two_results_of_a_round_that_goes_back(going_ba
 
 @pytest.mark.parametrize("num_seeds", SEEDS)
 @pytest.mark.parametrize("budget", [CRASHES, LOSSES], ids=["crashes", "losses"])
-@pytest.mark.parametrize("names, going_back", [("abc", "bc"), ("abcd", "abd"), ("abcd", "ac"), ("abcde", "abe")])
+@pytest.mark.parametrize(
+    "names, going_back", [("abc", "bc"), ("abcd", "abd"), ("abcd", "ac"), ("abcde", "abe")]
+)
 @pytest.mark.parametrize("ways", WAYS)
 def test_whatever_crashes_or_is_lost_the_living_go_on_with_one_history(
     ways: dict[str, int], names: str, going_back: str, budget: Budget, num_seeds: int

@@ -64,7 +64,9 @@ def test_inner_steps_end_for_any_who_would_go_on_below_quorum():
 
 
 @pytest.mark.parametrize("waiting", [1, 2, 5, 63])
-def test_after_the_most_rounds_that_it_can_miss_an_island_is_waited_for_two_rounds(waiting: int) -> None:
+def test_after_the_most_rounds_that_it_can_miss_an_island_is_waited_for_two_rounds(
+    waiting: int,
+) -> None:
     deadlines = Deadlines(600.0)
     for _ in range(3):
         deadlines.observe("round", 60.0)
@@ -77,7 +79,9 @@ def test_an_island_on_its_way_is_waited_for_longer_after_two_missed_rounds_and_f
         a, b, c, d = await leaders("abcd")
         plan = Plan(round=0, attempt=0, planner="a", participants=[a.ready(), b.ready()])
         for waiting, is_coming in ((c, True), (d, False)):
-            await waiting.tell(a, waiting.knowledge.status.model_copy(update={"is_coming": is_coming}))
+            await waiting.tell(
+                a, waiting.knowledge.status.model_copy(update={"is_coming": is_coming})
+            )
         missed, found = MissedRounds(a.knowledge), []
         for _ in range(9):
             found.append(missed.to_make_good({"c"}))

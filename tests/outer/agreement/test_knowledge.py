@@ -1,4 +1,6 @@
-"""Claims to be ahead that nobody can make good are not followed, until the island is believed again."""
+"""Claims to be ahead that nobody can make good are not followed, until the island is believed
+again.
+"""
 
 from outer.agreement.messages import Plan, Status
 from outer.agreement.rules import Behind

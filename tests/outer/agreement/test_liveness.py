@@ -1,4 +1,6 @@
-"""Honest islands that are connected commit within a bound, whatever a minority says, while others freeze and die."""
+"""Honest islands that are connected commit within a bound, whatever a minority says, while others
+freeze and die.
+"""
 
 import random
 
@@ -9,7 +11,9 @@ from tests.outer.lies import Run, new_run, seconds_until
 from tests.outer.protocols import WAYS
 
 BOUND = 60
-"""Seconds for a round. A vote is late after 4 and given up after 6, and a planner is passed over after 3."""
+"""Seconds for a round. A vote is late after 4 and given up after 6, and a planner is passed over
+after 3.
+"""
 SLOW = pytest.mark.slow
 
 
@@ -52,7 +56,9 @@ def test_no_plan_is_committed_here_and_aborted_there_because_an_island_says_so()
 
 @pytest.mark.parametrize("num_seeds", [8, pytest.param(100, marks=SLOW)])
 @pytest.mark.parametrize("ways", WAYS)
-def test_after_a_freeze_and_a_death_beside_a_liar_the_others_commit(ways: dict[str, int], num_seeds: int) -> None:
+def test_after_a_freeze_and_a_death_beside_a_liar_the_others_commit(
+    ways: dict[str, int], num_seeds: int
+) -> None:
     for seed in range(num_seeds):
         chance = random.Random(seed)
         liars = {chance.choice("abcde"): chance.sample(WITH_A_QUORUM, 2)}

@@ -53,11 +53,20 @@ def ready(island: str, digest: str = "x", round_number: int = 3, **changes: obje
 
 def plan_of(*names: str, attempt: int = 0) -> Plan:
     others = [ready(name) for name in names[1:]]
-    return Plan(round=3, attempt=attempt, planner=names[0], participants=[ready(names[0], attempt=attempt), *others])
+    return Plan(
+        round=3,
+        attempt=attempt,
+        planner=names[0],
+        participants=[ready(names[0], attempt=attempt), *others],
+    )
 
 
 def vote(plan: Plan, island: str, digest: str | None = "x") -> Vote:
-    return Vote.no(plan, island, "broken") if digest is None else Vote.yes(plan, island, DIGESTS[digest])
+    return (
+        Vote.no(plan, island, "broken")
+        if digest is None
+        else Vote.yes(plan, island, DIGESTS[digest])
+    )
 
 
 def tally(plan: Plan, votes: list[Vote]) -> str:
@@ -69,15 +78,27 @@ def tally(plan: Plan, votes: list[Vote]) -> str:
 
 TALLIES = {
     "commit": [["x", "x", "x"]],
-    "abort": [["x", "x", None], ["x", "y", "x"], [None, "-", "-"], ["x", "y", "-"], [None, None, None]],
+    "abort": [
+        ["x", "x", None],
+        ["x", "y", "x"],
+        [None, "-", "-"],
+        ["x", "y", "-"],
+        [None, None, None],
+    ],
     "open": [["x", "x", "-"], ["-", "-", "-"], ["-", "x", "-"]],
 }
 
 
-@pytest.mark.parametrize(("outcome", "cast"), [(o, cast) for o, casts in TALLIES.items() for cast in casts])
-def test_all_equal_votes_commit_and_one_no_or_another_digest_aborts(outcome: str, cast: list[str | None]) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "cast"), [(o, cast) for o, casts in TALLIES.items() for cast in casts]
+)
+def test_all_equal_votes_commit_and_one_no_or_another_digest_aborts(
+    outcome: str, cast: list[str | None]
+) -> None:
     plan = plan_of("a", "b", "c")
-    votes = [vote(plan, name, digest) for name, digest in zip("abc", cast, strict=True) if digest != "-"]
+    votes = [
+        vote(plan, name, digest) for name, digest in zip("abc", cast, strict=True) if digest != "-"
+    ]
     assert tally(plan, votes) == outcome
 
 
@@ -96,7 +117,9 @@ MAJORITIES = [("xxy", "x"), ("xyy", "y"), ("xy", "x"), ("yx", "x"), ("zxyyx", "x
 
 
 @pytest.mark.parametrize(("digests", "expected"), MAJORITIES)
-def test_of_equal_histories_the_one_that_most_hold_survives_or_the_lowest_digest(digests: str, expected: str) -> None:
+def test_of_equal_histories_the_one_that_most_hold_survives_or_the_lowest_digest(
+    digests: str, expected: str
+) -> None:
     held = [Status(round=1, tokens=5, digest=DIGESTS[digest]) for digest in digests]
     for order in (held, held[::-1]):
         live = {f"island-{number}": status for number, status in enumerate(order)}
@@ -107,7 +130,9 @@ def test_of_equal_histories_the_one_that_most_hold_survives_or_the_lowest_digest
 
 
 @pytest.mark.parametrize("is_coming", [True, False])
-def test_before_the_first_commit_nobody_follows_another_whose_state_nobody_can_give(is_coming: bool) -> None:
+def test_before_the_first_commit_nobody_follows_another_whose_state_nobody_can_give(
+    is_coming: bool,
+) -> None:
     own = Status(round=0, tokens=0, digest=DIGESTS["y"])
     live = {"other": Status(round=0, tokens=0, digest=DIGESTS["x"], is_coming=is_coming)}
     assert find_behind("me", own, live, lambda status: 1, is_settled=True) is None
@@ -115,7 +140,10 @@ def test_before_the_first_commit_nobody_follows_another_whose_state_nobody_can_g
 
 @pytest.mark.parametrize(("digests", "num_weighed"), [("xxxx", 0), ("xxxy", 2)])
 def test_each_state_is_weighed_once_however_many_hold_it(digests: str, num_weighed: int) -> None:
-    live = {name: Status(round=1, tokens=5, digest=DIGESTS[d]) for name, d in zip("abcd", digests, strict=True)}
+    live = {
+        name: Status(round=1, tokens=5, digest=DIGESTS[d])
+        for name, d in zip("abcd", digests, strict=True)
+    }
     weighed: list[Status] = []
     find_behind("me", live["a"], live, lambda status: weighed.append(status) or 1, is_settled=True)
     assert len(weighed) == num_weighed
@@ -136,7 +164,12 @@ def test_a_plan_knows_every_endpoint() -> None:
 
 
 def test_plans_that_differ_in_anything_have_ids_of_their_own() -> None:
-    plans = [plan_of("a", "b"), plan_of("b", "a"), plan_of("a", "b", attempt=1), plan_of("a", "b", "c")]
+    plans = [
+        plan_of("a", "b"),
+        plan_of("b", "a"),
+        plan_of("a", "b", attempt=1),
+        plan_of("a", "b", "c"),
+    ]
     assert len({plan.id for plan in plans}) == 4
     assert plan_of("a", "b").id == plans[0].id
 
@@ -153,7 +186,10 @@ def test_a_plan_with_the_ready_of_an_attempt_before_passes_if_its_word_is_not_gi
         == "the plan does not contain the current ready message of 'b'"
     )
     later = changed(plan, participants=[ready("a"), ready("b", attempt=3)])
-    assert find_objection(later, own, RULES) == "the plan does not contain the current ready message of 'b'"
+    assert (
+        find_objection(later, own, RULES)
+        == "the plan does not contain the current ready message of 'b'"
+    )
 
 
 def changed(plan: Plan, **changes: object) -> Plan:
@@ -163,7 +199,10 @@ def changed(plan: Plan, **changes: object) -> Plan:
 BAD_PLANS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "another round": (lambda p: changed(p, round=4), "round 4, but 'b' is in round 3"),
     "out of order": (lambda p: changed(p, participants=p.participants[::-1]), "out of order"),
-    "one twice": (lambda p: changed(p, participants=[*p.participants, p.participants[-1]]), "repeated"),
+    "one twice": (
+        lambda p: changed(p, participants=[*p.participants, p.participants[-1]]),
+        "repeated",
+    ),
     "without us": (
         lambda p: changed(p, participants=p.participants[:1]),
         "the plan does not contain the current ready message of 'b'",
@@ -172,7 +211,10 @@ BAD_PLANS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         lambda p: changed(p, participants=[p.participants[0], ready("b", tokens=99)]),
         "the plan does not contain the current ready message of 'b'",
     ),
-    "another state": (lambda p: changed(p, participants=[ready("a", "y"), ready("b")]), "the state of 'a' differs"),
+    "another state": (
+        lambda p: changed(p, participants=[ready("a", "y"), ready("b")]),
+        "the state of 'a' differs",
+    ),
     "a part without a carrier": (
         lambda p: changed(p, participants=[ready("a", carriers=[(0, 4)]), ready("b")]),
         "do not cover 5 parts",
@@ -233,7 +275,10 @@ MESSAGES: list[Message] = [
     Position(round=7, tokens=1 << 40, ledger=ACCOUNT),
     PartRequest(part=3),
     Description(
-        digest="ab" * 16, position=Position(round=1, tokens=2), fingerprint="cd" * 16, carriers=[(0, 3), (1, 2)]
+        digest="ab" * 16,
+        position=Position(round=1, tokens=2),
+        fingerprint="cd" * 16,
+        carriers=[(0, 3), (1, 2)],
     ),
 ]
 KINDS = list(dict.fromkeys(type(message) for message in MESSAGES))
@@ -259,14 +304,18 @@ def test_random_bytes_are_refused(kind: type[Message], body: bytes) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
 
 @given(message=st.sampled_from(MESSAGES), data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_messages_with_any_value_in_any_field_are_refused_or_understood(message: Message, data: st.DataObject) -> None:
+def test_messages_with_any_value_in_any_field_are_refused_or_understood(
+    message: Message, data: st.DataObject
+) -> None:
     fields = json.loads(message.model_dump_json())
     name = data.draw(st.sampled_from([*fields, "another"]))
     fields[name] = data.draw(JSON)
@@ -292,7 +341,9 @@ BAD_FIELDS = {
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD_FIELDS.items() for v in values])
+@pytest.mark.parametrize(
+    ("field", "value"), [(f, v) for f, values in BAD_FIELDS.items() for v in values]
+)
 def test_a_ready_with_a_bad_field_is_refused_with_its_name(field: str, value: object) -> None:
     fields = {**json.loads(ready("a").model_dump_json()), field: value}
     with pytest.raises(MessageError, match=f"not a Ready: .*{field}"):

@@ -16,7 +16,10 @@ from tests.outer.world import START, Budget, World, events, new_world, ready_of
 LISTENERS = {"has_observers": True, "quorum": 1}
 WHOLE = {"2 islands, nothing wrong": ("ab", Budget())}
 BOUNDED = {
-    "2 islands, everything once": ("ab", Budget(crashes=1, failed_reduces=1, dropped=1, duplicated=1, impatient=1)),
+    "2 islands, everything once": (
+        "ab",
+        Budget(crashes=1, failed_reduces=1, dropped=1, duplicated=1, impatient=1),
+    ),
     "3 islands, a crash": ("abc", Budget(crashes=1)),
     "3 islands, a lost message, patience runs out": ("abc", Budget(dropped=1, impatient=1)),
 }
@@ -26,12 +29,16 @@ LOSSES = Budget(crashes=2, failed_reduces=2, duplicated=2, dropped=4)
 
 def gave_nothing(world: World) -> bool:
     """Whether a round without a contributor was committed."""
-    return any(world.status_of(name).tokens == 0 < world.status_of(name).round for name in world.live)
+    return any(
+        world.status_of(name).tokens == 0 < world.status_of(name).round for name in world.live
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WHOLE)
-def test_with_listeners_no_order_of_events_makes_two_results_of_one_round_and_every_history_ends(case: str) -> None:
+def test_with_listeners_no_order_of_events_makes_two_results_of_one_round_and_every_history_ends(
+    case: str,
+) -> None:
     names, budget = WHOLE[case]
     worlds = list(explore(new_world(names, 1, budget, **LISTENERS), 40_000))
     assert 100 < len(worlds) < 40_000, "not all worlds were seen"
@@ -42,7 +49,9 @@ def test_with_listeners_no_order_of_events_makes_two_results_of_one_round_and_ev
 
 @pytest.mark.parametrize("bound", [600, pytest.param(60_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", BOUNDED)
-def test_in_larger_cases_with_listeners_no_order_that_was_tried_makes_two_results(case: str, bound: int) -> None:
+def test_in_larger_cases_with_listeners_no_order_that_was_tried_makes_two_results(
+    case: str, bound: int
+) -> None:
     names, budget = BOUNDED[case]
     for world in explore(new_world(names, 1, budget, **LISTENERS), bound):
         assert not forked(world)
@@ -64,12 +73,17 @@ def test_whatever_crashes_or_is_lost_the_living_go_on_with_one_history(
         assert not gave_nothing(world), f"seed {seed}"
 
 
-# -- single steps -------------------------------------------------------------------------------------------------
+# -- single steps ----------------------------------------------------------------------------------
 
 
 def node(name: str, others: str, **rules: object) -> RoundProtocol:
     made = RoundProtocol(
-        Knowledge(name, Rules(**(LISTENERS | rules)), Status(round=0, tokens=0, digest=START), claims_of(name))
+        Knowledge(
+            name,
+            Rules(**(LISTENERS | rules)),
+            Status(round=0, tokens=0, digest=START),
+            claims_of(name),
+        )
     )  # pyright: ignore[reportArgumentType]
     made.knowledge.add(others)
     return made
@@ -97,11 +111,15 @@ def test_while_nobody_gives_anything_there_is_no_plan_however_late_it_is() -> No
 
 def test_fewer_that_give_than_the_quorum_wait_for_those_that_listen() -> None:
     assert gathering("a", giving="a", observing="bc", quorum=2).try_plan(is_late=True) is None
-    assert isinstance(gathering("a", giving="ab", observing="c", quorum=2).try_plan(is_late=False), Plan)
+    assert isinstance(
+        gathering("a", giving="ab", observing="c", quorum=2).try_plan(is_late=False), Plan
+    )
 
 
 def test_those_that_listen_are_given_time_until_all_have_something() -> None:
-    assert gathering("a", giving="ab", observing="c").try_plan(is_late=False, is_patient=True) is None
+    assert (
+        gathering("a", giving="ab", observing="c").try_plan(is_late=False, is_patient=True) is None
+    )
     assert isinstance(gathering("a", giving="abc").try_plan(is_late=False, is_patient=True), Plan)
 
 
@@ -131,7 +149,9 @@ def test_who_neither_listens_nor_gives_is_waited_for_until_the_grace_is_over() -
     assert plan.names == ["a", "b"]
 
 
-def test_a_plan_that_was_fixed_while_an_island_listened_holds_when_it_has_something_to_give() -> None:
+def test_a_plan_that_was_fixed_while_an_island_listened_holds_when_it_has_something_to_give() -> (
+    None
+):
     a, b = gathering("a", giving="a", observing="b"), gathering("b", giving="a", observing="b")
     plan = a.try_plan(is_late=False)
     assert isinstance(plan, Plan)
@@ -154,7 +174,9 @@ def test_to_give_is_said_at_once_and_nothing_when_the_plan_is_fixed() -> None:
     assert not late.outbox
 
 
-def test_who_has_something_to_give_is_not_made_a_listener_by_an_earlier_word_that_comes_late() -> None:
+def test_who_has_something_to_give_is_not_made_a_listener_by_an_earlier_word_that_comes_late() -> (
+    None
+):
     a = gathering("a", giving="ab")
     a.receive("b", ready_of(node("b", ""), listens=True))
     plan = a.try_plan(is_late=False)
@@ -171,11 +193,15 @@ def test_a_plan_that_nobody_gives_anything_to_is_refused() -> None:
 
 def test_in_a_run_that_waits_for_all_nobody_listens() -> None:
     a = gathering("a", giving="ab", has_observers=False)
-    with pytest.raises(MessageError, match="'b' is an observer, but this run waits for all islands"):
+    with pytest.raises(
+        MessageError, match="'b' is an observer, but this run waits for all islands"
+    ):
         a.receive("b", ready_of(node("b", ""), listens=True))
     b = gathering("b", giving="ab", has_observers=False)
     asleep = ready_of(b).model_copy(update=OBSERVER_FIELDS)
-    b.receive("a", Plan(round=0, attempt=0, planner="a", participants=[ready_of(node("a", "")), asleep]))
+    b.receive(
+        "a", Plan(round=0, attempt=0, planner="a", participants=[ready_of(node("a", "")), asleep])
+    )
     assert b.plan is None
 
 

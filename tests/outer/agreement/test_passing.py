@@ -1,4 +1,6 @@
-"""A plan and the list of its votes are passed on from island to island, and nobody has to be believed for it."""
+"""A plan and the list of its votes are passed on from island to island, and nobody has to be
+believed for it.
+"""
 
 from typing import TypeVar
 
@@ -74,7 +76,9 @@ def test_few_participants_get_it_from_the_planner() -> None:
 def test_the_planner_says_to_all_which_plan_comes_and_sends_it_to_its_branches() -> None:
     plan, islands = planned()
     outbox = islands["a"].outbox
-    assert {to for to, message in outbox if isinstance(message, PlanNotice) and message.plan == plan.id} == {*"bcd"}
+    assert {
+        to for to, message in outbox if isinstance(message, PlanNotice) and message.plan == plan.id
+    } == {*"bcd"}
     assert {to for to, message in outbox if isinstance(message, Plan)} == {"b"}
 
 

@@ -1,4 +1,6 @@
-"""Rounds that wait for a quorum (`outer.wait_for`), on whole islands: nobody waits for an island that trains."""
+"""Rounds that wait for a quorum (`outer.wait_for`), on whole islands: nobody waits for an island
+that trains.
+"""
 
 import threading
 from contextlib import suppress
@@ -29,7 +31,9 @@ def until(trainee: Trainee, number: int) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"fragments": 3, "inner_steps": 7}], ids=str)
-def test_a_quorum_of_all_makes_the_rounds_of_waiting_for_all_bit_for_bit(changes: dict[str, int]) -> None:
+def test_a_quorum_of_all_makes_the_rounds_of_waiting_for_all_bit_for_bit(
+    changes: dict[str, int],
+) -> None:
     made = config(3, quorum=3, **changes)
     waiting = config(3, wait_for="all", **changes)
     rounds = made.num_rounds
@@ -56,7 +60,9 @@ def test_a_quorum_of_all_makes_the_rounds_of_waiting_for_all_bit_for_bit(changes
 
 
 @pytest.mark.parametrize("codec", ["fp32", "topk"])
-def test_the_others_commit_without_an_island_that_still_trains_and_all_digests_agree(codec: str) -> None:
+def test_the_others_commit_without_an_island_that_still_trains_and_all_digests_agree(
+    codec: str,
+) -> None:
     made = config(3, rounds=100, codec=codec, coding=CodingConfig(feedback=0.9))
 
     def fast(island: Island) -> Trainee:
@@ -231,7 +237,7 @@ def test_an_island_that_gives_to_every_third_round_gives_another_fragment_each_t
     assert run_islands({"a": fast, "b": slow}, made, model=layered)["b"] == [0, 1]
 
 
-# -- faults -------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 class DiesAt(NoHooks):
@@ -248,13 +254,17 @@ class DiesAt(NoHooks):
             raise TransportError("this island has died")
 
 
-@pytest.mark.parametrize("phase", ["sending", "vote", pytest.param("reducing", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "phase", ["sending", "vote", pytest.param("reducing", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "victim,contributors",
     [("b", "ab"), ("c", "ab"), ("a", "ab"), ("a", "b")],
     ids=["who gives", "who listens", "the planner, who gives", "the planner, who listens"],
 )
-def test_when_an_island_dies_in_a_round_the_living_commit_it(victim: str, contributors: str, phase: Phase) -> None:
+def test_when_an_island_dies_in_a_round_the_living_commit_it(
+    victim: str, contributors: str, phase: Phase
+) -> None:
     hub = Hub()
     fault = DiesAt(hub, victim, phase, 2)
     made = config(3, rounds=100)
@@ -275,7 +285,9 @@ def test_when_an_island_dies_in_a_round_the_living_commit_it(victim: str, contri
                 trainee.run(fault.has_died.is_set)
         return trainee.digests[:4]
 
-    found = run_islands(dict.fromkeys("abc", script), made, model=layered, hub=hub, hooks={victim: fault})
+    found = run_islands(
+        dict.fromkeys("abc", script), made, model=layered, hub=hub, hooks={victim: fault}
+    )
     living = [found[name] for name in "abc" if name != victim]
     assert living[0] == living[1]
     assert len(living[0]) == 4
@@ -297,7 +309,13 @@ def test_when_all_that_gave_have_died_the_one_that_listened_goes_on_and_gives() 
             assert trainee.heard[-1].is_given
         return trainee.round
 
-    found = run_islands(dict.fromkeys("ab", script), config(2, rounds=100), model=layered, hub=hub, hooks={"a": fault})
+    found = run_islands(
+        dict.fromkeys("ab", script),
+        config(2, rounds=100),
+        model=layered,
+        hub=hub,
+        hooks={"a": fault},
+    )
     assert found["b"] == 4
 
 
@@ -329,18 +347,24 @@ def test_who_missed_a_round_that_it_listened_to_takes_the_state_and_listens_agai
         trainee.land()
         return trainee.digests[-1:]
 
-    found = run_islands({"a": ahead, "b": late}, made.model_copy(update={"start_islands": 1}), model=layered)
+    found = run_islands(
+        {"a": ahead, "b": late}, made.model_copy(update={"start_islands": 1}), model=layered
+    )
     assert found["a"] == found["b"]
 
 
-@pytest.mark.parametrize("values", [{"delay": 2}, {"mix": 0.5}, {"delay": 2, "eager": True}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"delay": 2}, {"mix": 0.5}, {"delay": 2, "eager": True}], ids=str
+)
 def test_hidden_and_mixed_rounds_wait_for_all(values: dict) -> None:
     with pytest.raises(ValueError, match="set delay and mix to 0, or wait_for to all"):
         config(2, **values)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"wait_for": "quorum"}, {"optimizer": OuterOptimizerConfig(delayed=True)}], ids=["quorum", "delayed"]
+    "changes",
+    [{"wait_for": "quorum"}, {"optimizer": OuterOptimizerConfig(delayed=True)}],
+    ids=["quorum", "delayed"],
 )
 def test_moments_are_averaged_by_plain_rounds_of_all(changes: dict) -> None:
     with pytest.raises(ValueError, match="or moments to null"):

@@ -1,4 +1,6 @@
-"""The round protocol under every order of messages, losses, crashes and time-outs, up to a bound."""
+"""The round protocol under every order of messages, losses, crashes and time-outs, up to a
+bound.
+"""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,7 +31,10 @@ SLOW_CASES = ("2 rounds", "2 islands, a crash, down a tree", "4 islands, a loss"
 
 def cases_of(table: dict[str, tuple]) -> list:
     """The cases of a table, of which the long ones are slow."""
-    return [pytest.param(case, marks=[pytest.mark.slow] * any(name in case for name in SLOW_CASES)) for case in table]
+    return [
+        pytest.param(case, marks=[pytest.mark.slow] * any(name in case for name in SLOW_CASES))
+        for case in table
+    ]
 
 
 BOUNDED = {
@@ -40,7 +45,13 @@ BOUNDED = {
     "2 islands, everything once, passed on": ("ab", 1, ONCE, PASSED_ON),
     "3 islands, a crash, passed on": ("abc", 1, Budget(crashes=1), PASSED_ON),
     "3 islands, a crash, down a tree": ("abc", 1, Budget(crashes=1), PASSED_ON, DOWN_A_TREE),
-    "4 islands, a loss, a crash, down a tree": ("abcd", 1, Budget(crashes=1, dropped=1), PASSED_ON, DOWN_A_TREE),
+    "4 islands, a loss, a crash, down a tree": (
+        "abcd",
+        1,
+        Budget(crashes=1, dropped=1),
+        PASSED_ON,
+        DOWN_A_TREE,
+    ),
 }
 CRASHES = Budget(crashes=2, failed_reduces=2, duplicated=2, impatient=3)
 LOSSES = Budget(crashes=2, failed_reduces=2, duplicated=2, dropped=4)
@@ -56,7 +67,9 @@ class Findings:
     num_worlds: int = 0
     num_ends: int = 0
     wrong: list[World] = field(default_factory=list)
-    """Worlds where two islands committed different plans on one state, or one committed a plan with a no vote."""
+    """Worlds where two islands committed different plans on one state, or one committed a plan with
+    a no vote.
+    """
     unfinished: list[World] = field(default_factory=list)
     """Worlds where nothing more happens although not all islands have committed the same rounds."""
 
@@ -70,7 +83,10 @@ def findings(
     direct_islands: int = DIRECT_ISLANDS,
     tree_islands: int = TREE_ISLANDS,
 ) -> Findings:
-    found, ways = Findings(), {"direct_islands": direct_islands, "tree_islands": tree_islands, "fan_out": 1}
+    found, ways = (
+        Findings(),
+        {"direct_islands": direct_islands, "tree_islands": tree_islands, "fan_out": 1},
+    )
     for world in explore(new_world(names, rounds, budget, **ways), bound):
         found.num_worlds += 1
         if forked(world) or breaks_a_vote(world):
@@ -83,8 +99,15 @@ def findings(
 
 def breaks_a_vote(world: World) -> bool:
     """Whether an island has committed a plan on which a participant voted no."""
-    cast = [(c, node.vote_table.votes.get((c.plan, name))) for c in world.commits for name, node in world.nodes.items()]
-    return any(vote is not None and vote.digest != digest_of(commit.base + commit.plan) for commit, vote in cast)
+    cast = [
+        (c, node.vote_table.votes.get((c.plan, name)))
+        for c in world.commits
+        for name, node in world.nodes.items()
+    ]
+    return any(
+        vote is not None and vote.digest != digest_of(commit.base + commit.plan)
+        for commit, vote in cast
+    )
 
 
 @pytest.mark.parametrize("case", cases_of(WHOLE))
@@ -113,7 +136,9 @@ def test_in_larger_cases_no_order_that_was_tried_makes_two_results_of_one_round(
 @pytest.mark.parametrize("budget", [CRASHES, LOSSES], ids=["crashes", "losses"])
 @pytest.mark.parametrize("names", ["abc", "abcd"])
 @pytest.mark.parametrize("ways", WAYS)
-def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(ways, names, budget, num_seeds):
+def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(
+    ways, names, budget, num_seeds
+):
     for seed in range(num_seeds):
         world = walk(new_world(names, 3, budget, **ways), seed)
         assert not forked(world), f"seed {seed}"
@@ -122,7 +147,8 @@ def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(way
 
 
 @pytest.mark.parametrize(
-    "names, bound", [("ab", 20_000), ("abc", 2_500), pytest.param("abc", 60_000, marks=pytest.mark.slow)]
+    "names, bound",
+    [("ab", 20_000), ("abc", 2_500), pytest.param("abc", 60_000, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("ways", WAYS)
 def test_an_island_that_freezes_has_committed_nothing_that_the_others_do_not(ways, names, bound):
@@ -151,7 +177,9 @@ def test_after_false_alarms_one_history_survives(ways, names, num_seeds):
 
 
 def test_two_that_never_signed_together_agree_on_one_of_two_histories_of_equal_length():
-    """The second island of a run has died, and the others, of which one is new, have made two rounds alone each."""
+    """The second island of a run has died, and the others, of which one is new, have made two
+    rounds alone each.
+    """
     world = walk(new_world("abc", 3, ALARMS, direct_islands=PASSED_ON), seed=1387, mishap=0.3)
     assert forked(world) and {c.participants for c in world.commits} >= {("a",), ("c",), ("b", "c")}
     assert agree(world)
@@ -159,11 +187,14 @@ def test_two_that_never_signed_together_agree_on_one_of_two_histories_of_equal_l
 
 def test_false_alarms_do_make_two_histories():
     """The search finds forks when there are some; otherwise the test above would prove nothing."""
-    worlds = (walk(new_world("abcd", 3, Budget(false_alarms=6, impatient=2)), seed, mishap=0.5) for seed in range(250))
+    worlds = (
+        walk(new_world("abcd", 3, Budget(false_alarms=6, impatient=2)), seed, mishap=0.5)
+        for seed in range(250)
+    )
     assert any(forked(world) for world in worlds)
 
 
-# -- single steps -------------------------------------------------------------------------------------------------
+# -- single steps ----------------------------------------------------------------------------------
 
 
 def test_the_first_by_name_plans_when_all_are_ready():
@@ -193,7 +224,9 @@ def test_who_has_said_goodbye_is_not_waited_for():
     assert isinstance(a.try_plan(is_late=False), Plan)
 
 
-@pytest.mark.parametrize("policy,is_planned", [("wait", False), ("stop", False), ("continue", True)])
+@pytest.mark.parametrize(
+    "policy,is_planned", [("wait", False), ("stop", False), ("continue", True)]
+)
 def test_below_the_quorum_only_the_policy_continue_plans(policy, is_planned):
     a = gathering("a", "b", quorum=2, below_quorum=policy)
     a.receive("b", Status(round=0, tokens=0, digest=START))
@@ -226,7 +259,9 @@ def test_among_equal_histories_the_one_held_by_more_survives():
 def test_the_majority_is_not_settled_before_all_who_live_are_ready():
     a, b, c = (node(name, set("abc") - {name}) for name in "abc")
     for each in (a, b, c):
-        each.update_status(COMMITTED if each is a else COMMITTED.model_copy(update={"digest": "bb" * 8}))
+        each.update_status(
+            COMMITTED if each is a else COMMITTED.model_copy(update={"digest": "bb" * 8})
+        )
     a.prepare(ready_of(a))
     a.receive("b", ready_of(b))
     assert a.try_plan(is_late=False) is None

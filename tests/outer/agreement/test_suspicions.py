@@ -1,4 +1,6 @@
-"""Whom an island leaves out after attempts have failed: accused islands, those whose digest differs, silent ones."""
+"""Whom an island leaves out after attempts have failed: accused islands, those whose digest
+differs, silent ones.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,7 @@ from tests.outer.protocols import WAYS, gathering, node
 from tests.outer.signers import public_of, signed_yes
 from tests.outer.world import digest_of, ready_of
 
-# -- accusations --------------------------------------------------------------------------------------------------
+# -- accusations -----------------------------------------------------------------------------------
 
 
 def test_an_island_whose_payload_could_not_be_used_is_left_out_of_the_next_attempt():
@@ -58,12 +60,16 @@ def again(a: RoundProtocol, others: str) -> None:
 
 
 def accuse(a: RoundProtocol, others: str, /, *, of_means: str = "", **accused: str) -> Plan:
-    """An attempt that fails because islands, by name, accuse others, those in `of_means` because no mean came."""
+    """An attempt that fails because islands, by name, accuse others, those in `of_means` because no
+    mean came.
+    """
     plan = attempted(a)
     for name in set(others) - accused.keys():
         a.receive(name, Vote.no(plan, name, "another island voted no"))
     for name, other in accused.items():
-        vote = Vote.no(plan, name, f"{other} sent nan", accused=other, waits_for_means=name in of_means)
+        vote = Vote.no(
+            plan, name, f"{other} sent nan", accused=other, waits_for_means=name in of_means
+        )
         if name == "a":
             a.vote(vote)
         else:
@@ -89,7 +95,9 @@ def test_an_island_that_accuses_two_of_three_is_left_out_itself():
 def test_islands_that_took_part_in_no_plan_accuse_nobody():
     a = gathering("a", "bc", ready="bc")
     for accuser, accused in [("x", "b"), ("y", "b"), ("c", "b"), ("z", "a")]:
-        a.receive(accuser, Vote(plan=digest_of(accuser) * 2, round=0, island=accuser, accused=accused))
+        a.receive(
+            accuser, Vote(plan=digest_of(accuser) * 2, round=0, island=accuser, accused=accused)
+        )
     for name in "xyz":
         a.remove(name)
     assert names_of(a.try_plan(is_late=False)) == ["a", "b", "c"]
@@ -117,8 +125,12 @@ def test_three_islands_that_accuse_each_other_in_a_ring_try_again_together():
     assert names_of(a.try_plan(is_late=False)) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("pairs", [{"a": "b", "b": "a"}, {"a": "b", "b": "c", "c": "a"}], ids=["pair", "ring"])
-def test_islands_that_all_accuse_each_other_stop_after_a_few_attempts_and_name_all(pairs: dict[str, str]):
+@pytest.mark.parametrize(
+    "pairs", [{"a": "b", "b": "a"}, {"a": "b", "b": "c", "c": "a"}], ids=["pair", "ring"]
+)
+def test_islands_that_all_accuse_each_other_stop_after_a_few_attempts_and_name_all(
+    pairs: dict[str, str],
+):
     others = "".join(pairs)[1:]
     a = gathering("a", others, ready=others)
     for _ in range(MAX_AMNESTIES + 1):
@@ -148,7 +160,9 @@ def test_who_waits_for_means_of_an_island_that_waits_for_nobody_accuses_it():
 
 
 @pytest.mark.parametrize(("round_number", "out"), [(0, "c"), (1, "b"), (2, "c")])
-def test_an_island_from_which_another_withholds_payloads_is_in_every_other_round(round_number: int, out: str):
+def test_an_island_from_which_another_withholds_payloads_is_in_every_other_round(
+    round_number: int, out: str
+):
     plan = attempted(gathering("a", "bc", ready="bc"))
     suspicions = Suspicions()
     suspicions.take_part(plan)
@@ -172,7 +186,7 @@ def test_an_island_that_was_left_out_takes_part_in_the_next_round():
     assert names_of(a.try_plan(is_late=False)) == ["a", "b", "c"]
 
 
-# -- digests that differ ------------------------------------------------------------------------------------------
+# -- digests that differ ---------------------------------------------------------------------------
 
 
 def differ(a: RoundProtocol, others: str, /, **digests: str) -> Plan:
@@ -258,11 +272,13 @@ def test_two_islands_whose_digests_differ_again_and_again_stop_and_print_both():
     assert f"a {X}, b {Y}" in end.cause and "versions" in end.cause
 
 
-# -- silence ------------------------------------------------------------------------------------------------------
+# -- silence ---------------------------------------------------------------------------------------
 
 
 def silent(a: RoundProtocol, others: str, quiet: str) -> Plan:
-    """An attempt whose reduce takes too long on all that vote; `quiet` islands live and do not vote."""
+    """An attempt whose reduce takes too long on all that vote; `quiet` islands live and do not
+    vote.
+    """
     plan = attempted(a)
     for name in set(others) - set(quiet):
         a.receive(name, Vote.no(plan, name, "it took too long", is_stalled=True))
@@ -290,7 +306,9 @@ def test_an_island_that_is_silent_in_two_rounds_in_a_row_is_left_out_of_the_next
         a.update_status(Status(round=number, tokens=20 * number, digest=f"{number}" * 16))
         a.prepare(ready_of(a))
         for other in "bc":
-            a.receive(other, ready_of(a).model_copy(update={"island": other, "key": public_of(other)}))
+            a.receive(
+                other, ready_of(a).model_copy(update={"island": other, "key": public_of(other)})
+            )
     assert names_of(attempted(a)) == ["a", "b"]
 
 
@@ -325,7 +343,7 @@ def test_an_island_that_is_left_out_takes_part_again_when_the_others_make_no_pla
     assert names_of(a.try_plan(is_late=False)) == ["a", "b", "c"]
 
 
-# -- islands outside the plan, and floods ----------------------------------------------------------------------------
+# -- islands outside the plan, and floods ----------------------------------------------------------
 
 
 def test_a_query_of_an_island_outside_the_plan_keeps_nobody_from_committing():
@@ -346,7 +364,7 @@ def test_a_flood_of_one_islands_votes_leaves_room_for_the_others():
     assert (plan.id, "b") in a.vote_table.votes
 
 
-# -- who makes attempts fail without a cause ------------------------------------------------------------------------
+# -- who makes attempts fail without a cause -------------------------------------------------------
 
 
 @pytest.mark.parametrize("ways", WAYS)
@@ -356,7 +374,9 @@ def test_who_refuses_all_plans_costs_few_attempts_per_round(ways: dict[str, int]
     rounds = 16
     for number in range(1, rounds + 1):
         assert seconds_until(run, number, 60) < 60
-    assert run.num_attempts < 5 * rounds, "all islands together; 7 to 10 per round if it were tried in each"
+    assert run.num_attempts < 5 * rounds, (
+        "all islands together; 7 to 10 per round if it were tried in each"
+    )
 
 
 def test_turns_to_be_left_out_go_by_name_in_even_rounds_and_from_the_end_in_odd_ones():
@@ -364,7 +384,11 @@ def test_turns_to_be_left_out_go_by_name_in_even_rounds_and_from_the_end_in_odd_
     turns = [suspicions.left_out(ROTATE_AFTER + TURN_ATTEMPTS * i) for i in range(4)]
     assert turns == [{"a"}, {"b"}, {"c"}, {"a"}]
     suspicions.round = 1
-    assert [suspicions.left_out(ROTATE_AFTER + TURN_ATTEMPTS * i) for i in range(3)] == [{"c"}, {"b"}, {"a"}]
+    assert [suspicions.left_out(ROTATE_AFTER + TURN_ATTEMPTS * i) for i in range(3)] == [
+        {"c"},
+        {"b"},
+        {"a"},
+    ]
 
 
 def test_of_two_that_fail_each_other_neither_is_left_out_of_two_rounds_in_a_row():

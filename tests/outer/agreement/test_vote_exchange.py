@@ -1,8 +1,18 @@
-"""Among many participants the planner passes the votes on, and each commits at its word or by itself."""
+"""Among many participants the planner passes the votes on, and each commits at its word or by
+itself.
+"""
 
 import pytest
 
-from outer.agreement.messages import OutcomeQuery, OutcomeReply, Plan, Settled, Vote, VoteList, VoteReceipt
+from outer.agreement.messages import (
+    OutcomeQuery,
+    OutcomeReply,
+    Plan,
+    Settled,
+    Vote,
+    VoteList,
+    VoteReceipt,
+)
 from outer.agreement.state_machine import RoundProtocol
 from outer.errors import MessageError
 from outer.network.messages import Message
@@ -13,7 +23,9 @@ NAMES = "abc"
 
 
 def voting(names: str = NAMES) -> tuple[Plan, dict[str, RoundProtocol]]:
-    """Participants of a plan by `a` that have all reduced. What they send is to be taken with `taken`."""
+    """Participants of a plan by `a` that have all reduced. What they send is to be taken with
+    `taken`.
+    """
     islands = {name: node(name, names, direct_islands=0) for name in names}
     for island in islands.values():
         island.prepare(ready_of(island))
@@ -96,18 +108,24 @@ def test_what_the_planner_was_told_stands_although_it_is_lost_then() -> None:
 
 def test_settled_without_the_votes_commits_nothing() -> None:
     plan, islands = voting()
-    assert islands["b"].receive("a", Settled(plan=plan.id, round=0)) == VoteReceipt(plan=plan.id, outcome="open")
+    assert islands["b"].receive("a", Settled(plan=plan.id, round=0)) == VoteReceipt(
+        plan=plan.id, outcome="open"
+    )
     assert islands["b"].conclude(is_late=False) == "open"
 
 
 def test_only_the_planner_is_believed() -> None:
     plan, islands = listed()
-    assert islands["b"].receive("c", Settled(plan=plan.id, round=0)) == VoteReceipt(plan=plan.id, outcome="open")
+    assert islands["b"].receive("c", Settled(plan=plan.id, round=0)) == VoteReceipt(
+        plan=plan.id, outcome="open"
+    )
     assert islands["b"].conclude(is_late=False) == "open"
 
 
 @pytest.mark.parametrize(
-    "change", [{"signatures": ["00" * 64] * 3}, {"signatures": ["00" * 64] * 2}], ids=["forged", "short"]
+    "change",
+    [{"signatures": ["00" * 64] * 3}, {"signatures": ["00" * 64] * 2}],
+    ids=["forged", "short"],
 )
 def test_a_list_that_is_not_signed_by_all_is_refused(change: dict[str, list[str]]) -> None:
     plan, islands = voting()
@@ -127,7 +145,9 @@ def test_votes_go_to_all_when_the_planner_is_slow() -> None:
     assert islands["b"].conclude(is_late=False, is_slow=True) == "open"
     assert kinds(islands["b"].outbox) == [("c", "Vote")], "the planner has acknowledged it"
     pass_on(islands, "b")
-    assert islands["b"].conclude(is_late=False) == "commit", "it has the votes of all, and all have its own"
+    assert islands["b"].conclude(is_late=False) == "commit", (
+        "it has the votes of all, and all have its own"
+    )
 
 
 def test_the_others_are_asked_when_the_planner_is_lost() -> None:
@@ -151,8 +171,12 @@ def test_different_digests_are_told_to_all() -> None:
     assert islands["b"].suspicions.find_dissenters(islands["b"].vote_table.votes).keys() == {"c"}
 
 
-def test_a_planner_that_writes_to_all_still_tells_those_that_hold_its_list_before_it_commits() -> None:
-    """Otherwise it could commit and freeze: the others would find it lost, ask each other, and abort."""
+def test_a_planner_that_writes_to_all_still_tells_those_that_hold_its_list_before_it_commits() -> (
+    None
+):
+    """Otherwise it could commit and freeze: the others would find it lost, ask each other, and
+    abort.
+    """
     _, islands = voting()
     for name in "bc":
         pass_on(islands, name)
@@ -174,7 +198,9 @@ def test_a_planner_that_writes_to_all_still_tells_those_that_hold_its_list_befor
 
 
 def test_who_has_said_open_is_asked_again_when_another_is_lost() -> None:
-    """Two crashes among four: `d` dies, `c` commits with its vote, tells `b` so, and dies before it tells `a`."""
+    """Two crashes among four: `d` dies, `c` commits with its vote, tells `b` so, and dies before it
+    tells `a`.
+    """
     plan, islands = voting_directly("abcd")
     a, b, c = (islands[name] for name in "abc")
     for island in (a, b):
@@ -203,8 +229,8 @@ def test_who_has_said_open_is_asked_again_when_another_is_lost() -> None:
 
 
 def voting_directly(names: str) -> tuple[Plan, dict[str, RoundProtocol]]:
-    """Participants that write to each other. All hold all votes and receipts but for those of the last, which reach the
-    last but one alone.
+    """Participants that write to each other. All hold all votes and receipts but for those of the
+    last, which reach the last but one alone.
     """
     islands = {name: node(name, names) for name in names}
     for island in islands.values():

@@ -32,9 +32,13 @@ def test_a_payload_arrives_as_it_was_sealed():
 
 
 @pytest.mark.parametrize(
-    ("island", "plan", "part"), [("c", PLAN, 3), ("a", LATER, 3), ("a", PLAN, 4)], ids=["island", "plan", "part"]
+    ("island", "plan", "part"),
+    [("c", PLAN, 3), ("a", LATER, 3), ("a", PLAN, 4)],
+    ids=["island", "plan", "part"],
 )
-def test_a_payload_of_another_island_plan_or_part_is_refused_and_blames_its_sender(island, plan, part):
+def test_a_payload_of_another_island_plan_or_part_is_refused_and_blames_its_sender(
+    island, plan, part
+):
     sealed = commitments("a").seal(PLAN, 3, payload(1000))
     with pytest.raises(PoisonError, match="without its signature") as error:
         commitments("b").open(plan, part, island, sealed)
@@ -56,7 +60,9 @@ def test_an_island_whose_key_is_not_known_is_not_blamed():
 
 
 def test_a_statement_holds_for_its_signer_and_contents_only():
-    inputs = [SignedDigest(digest=digest_of(payload(10, seed)), signature="0" * 128) for seed in range(3)]
+    inputs = [
+        SignedDigest(digest=digest_of(payload(10, seed)), signature="0" * 128) for seed in range(3)
+    ]
     statement = build_statement(key_of("b"), PLAN, 1, payload(10), inputs)
     assert is_statement_signed(key_of("b").public, statement)
     assert not is_statement_signed(key_of("a").public, statement)

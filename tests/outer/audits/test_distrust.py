@@ -1,4 +1,6 @@
-"""For how many rounds an island takes part in no plan with a reducer that its audits have found at fault."""
+"""For how many rounds an island takes part in no plan with a reducer that its audits have found at
+fault.
+"""
 
 from outer.audits.distrust import FORGET_ROUNDS, MAX_ROUNDS, WRONG_ROUNDS, Distrust
 from tests.outer.audits.plans import build_plan
@@ -7,7 +9,9 @@ from tests.outer.audits.plans import build_plan
 def rounds_out(distrust: Distrust, names: str = "abc", last: int = 2 * MAX_ROUNDS) -> int:
     """The first round in which all of these islands may be in a plan again."""
     plan = build_plan(names)
-    return next(r for r in range(last) if distrust.find(plan.model_copy(update={"round": r})) is None)
+    return next(
+        r for r in range(last) if distrust.find(plan.model_copy(update={"round": r})) is None
+    )
 
 
 def test_nobody_is_distrusted_at_first():
@@ -42,4 +46,7 @@ def test_what_is_long_ago_is_forgotten():
     distrust = Distrust()
     distrust.note(0, "b", is_wrong=True)
     distrust.note(WRONG_ROUNDS + FORGET_ROUNDS, "b", is_wrong=False)
-    assert distrust.find(build_plan("abc").model_copy(update={"round": WRONG_ROUNDS + FORGET_ROUNDS})) is None
+    assert (
+        distrust.find(build_plan("abc").model_copy(update={"round": WRONG_ROUNDS + FORGET_ROUNDS}))
+        is None
+    )

@@ -29,7 +29,9 @@ class Stage:
         self.reducer = LoopbackMessenger(self._hub, "run", Endpoint("b", 0))
         self.kept.serve(self.reducer)
         self.kept.begin(PLAN)
-        payloads = {name: SignedPayload(payload(100, seed), b"s" * 64) for seed, name in enumerate("abc")}
+        payloads = {
+            name: SignedPayload(payload(100, seed), b"s" * 64) for seed, name in enumerate("abc")
+        }
         self.kept.keep(1, payloads | {"b": SignedPayload(payload(100, 1))}, payload(100, 9))
 
     async def ask(self, island: str, kind: str, body: bytes) -> bytes:
@@ -41,9 +43,14 @@ def test_a_participant_is_shown_payloads_and_a_statement_about_them():
     async def main() -> None:
         stage = Stage()
         shown = await stage.ask("c", "shown", REQUEST)
-        statement = parse(Statement, await stage.ask("c", "statement", StatementRequest(plan=PLAN.id, part=1).encode()))
+        statement = parse(
+            Statement,
+            await stage.ask("c", "statement", StatementRequest(plan=PLAN.id, part=1).encode()),
+        )
         assert shown == payload(100, 0).numpy().tobytes()
-        assert [each.digest for each in statement.payloads] == [digest_of(payload(100, seed)) for seed in range(3)]
+        assert [each.digest for each in statement.payloads] == [
+            digest_of(payload(100, seed)) for seed in range(3)
+        ]
         assert statement.mean == digest_of(payload(100, 9))
 
     asyncio.run(main())
@@ -93,7 +100,9 @@ def test_after_the_attempt_nothing_is_left():
 def test_a_part_without_elements_is_shown_too():
     async def main() -> None:
         stage = Stage()
-        stage.kept.keep(2, {"a": SignedPayload(torch.empty(0, dtype=torch.uint8), b"s" * 64)}, payload(0))
+        stage.kept.keep(
+            2, {"a": SignedPayload(torch.empty(0, dtype=torch.uint8), b"s" * 64)}, payload(0)
+        )
         body = PayloadRequest(plan=PLAN.id, part=2, island="a").encode()
         assert await stage.ask("a", "shown", body) == b""
 

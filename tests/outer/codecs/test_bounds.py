@@ -29,7 +29,9 @@ def assert_within_bound(name: str, values: torch.Tensor) -> None:
     error = np.abs(decoded.numpy().astype(np.float64) - values.numpy().astype(np.float64))
     excess = error - error_bound(name, values)
     assert decoded.dtype == torch.float32 and decoded.shape == values.shape
-    assert (excess <= 0).all(), f"{name}: element {excess.argmax()} of {values[excess.argmax()]} is off"
+    assert (excess <= 0).all(), (
+        f"{name}: element {excess.argmax()} of {values[excess.argmax()]} is off"
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -51,7 +53,10 @@ def test_any_finite_values_are_within_the_bound(name: str, values: torch.Tensor)
 def test_the_relative_error_does_not_depend_on_the_scale(name: str, scale: float) -> None:
     values = mixed_values(1000, 0).clamp(-1, 1) * scale
     error = (round_trip(name, values) - values).abs().max().item()
-    assert error <= scale * {"fp16": 2.0**-11, "int8": 0.51 / 127, "int4": 0.51 / 7, "e3m0": 0.2501}[name]
+    assert (
+        error
+        <= scale * {"fp16": 2.0**-11, "int8": 0.51 / 127, "int4": 0.51 / 7, "e3m0": 0.2501}[name]
+    )
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -79,12 +84,18 @@ def test_encoding_decoded_values_gives_the_same_bytes(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "steps"), [("int8", int8_steps), ("int4", int4_steps)])
 @pytest.mark.parametrize("num_islands", [1, 2, 8, 32])
-def test_the_error_of_a_mean_does_not_grow_with_the_islands(name: str, steps: Steps, num_islands: int) -> None:
+def test_the_error_of_a_mean_does_not_grow_with_the_islands(
+    name: str, steps: Steps, num_islands: int
+) -> None:
     rng = np.random.default_rng(8)
-    parts = [torch.from_numpy(rng.standard_normal(5000).astype(np.float32)) for _ in range(num_islands)]
+    parts = [
+        torch.from_numpy(rng.standard_normal(5000).astype(np.float32)) for _ in range(num_islands)
+    ]
     weights = [1 / num_islands] * num_islands
     mean = weighted_mean([round_trip(name, part) for part in parts], weights)
-    error = np.abs(round_trip(name, mean).numpy() - np.mean([part.numpy() for part in parts], axis=0))
+    error = np.abs(
+        round_trip(name, mean).numpy() - np.mean([part.numpy() for part in parts], axis=0)
+    )
     one_encoding = 0.5 * max(steps(part.numpy()).max() for part in parts)
     # One encoding of the parts (their errors are averaged, not added) and one of the mean.
     assert error.max() <= 2.01 * one_encoding

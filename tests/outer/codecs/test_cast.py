@@ -23,7 +23,9 @@ def test_fp16_refuses_a_scale_that_is_no_power_of_two(scale: float) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_payload_that_holds_inf_or_nan_is_refused(name: str, dtype: torch.dtype, bad: float) -> None:
+def test_a_payload_that_holds_inf_or_nan_is_refused(
+    name: str, dtype: torch.dtype, bad: float
+) -> None:
     values = torch.ones(10, dtype=dtype)
     values[7] = bad
     with pytest.raises(MessageError, match="element 7"):

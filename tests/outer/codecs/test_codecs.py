@@ -1,4 +1,6 @@
-"""The guarantees of every codec: size, rejections, no shared memory, exact zeros, equal bytes for equal values."""
+"""The guarantees of every codec: size, rejections, no shared memory, exact zeros, equal bytes for
+equal values.
+"""
 
 import math
 

@@ -52,7 +52,9 @@ def test_int8_blocks_do_not_share_a_scale() -> None:
 @pytest.mark.parametrize("name", ["int4", "e3m0"])
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1.0, 0.0, 2.0**-120])
 @pytest.mark.parametrize("block", [0, 1, 7])
-def test_a_scale_of_16_bits_that_no_encoder_writes_is_refused(name: str, scale: float, block: int) -> None:
+def test_a_scale_of_16_bits_that_no_encoder_writes_is_refused(
+    name: str, scale: float, block: int
+) -> None:
     codec = build_codec(name)
     payload = codec.encode(mixed_values(1000, 4))
     payload[2 * block : 2 * block + 2].view(torch.bfloat16).fill_(scale)
@@ -71,7 +73,9 @@ def test_no_payload_of_4_bits_decodes_to_inf(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["int4", "e3m0"])
 def test_neighbouring_blocks_do_not_share_a_scale_of_16_bits(name: str) -> None:
-    values = torch.cat([torch.full((128,), 1e-6), torch.full((128,), -1e6), torch.full((10,), 1e-3)])
+    values = torch.cat(
+        [torch.full((128,), 1e-6), torch.full((128,), -1e6), torch.full((10,), 1e-3)]
+    )
     assert torch.allclose(round_trip(name, values), values, rtol=2.0**-7, atol=0)
 
 
@@ -113,8 +117,16 @@ def test_stochastic_rounding_is_right_on_average(fraction: float) -> None:
 
 def test_stochastic_rounding_is_within_one_step() -> None:
     codec = build_codec("int4", STOCHASTIC)
-    for values in (mixed_values(1001, 11), normal_values(1001, 12), torch.linspace(-1, 1, 99) * FP32_MAX):
-        error = (codec.decode(codec.encode(values), len(values)).double() - values.double()).abs().numpy()
+    for values in (
+        mixed_values(1001, 11),
+        normal_values(1001, 12),
+        torch.linspace(-1, 1, 99) * FP32_MAX,
+    ):
+        error = (
+            (codec.decode(codec.encode(values), len(values)).double() - values.double())
+            .abs()
+            .numpy()
+        )
         assert (error <= 1.02 * int4_steps(values.numpy())).all()
 
 

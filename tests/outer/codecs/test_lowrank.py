@@ -35,14 +35,18 @@ def test_full_rank_loses_only_the_rounding_of_the_factors(size: int) -> None:
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
 def test_a_part_of_a_rank_is_kept_by_that_rank(rank: int) -> None:
-    matrix = normal_values(100 * rank, 1).view(100, rank) @ normal_values(128 * rank, 2).view(rank, 128)
+    matrix = normal_values(100 * rank, 1).view(100, rank) @ normal_values(128 * rank, 2).view(
+        rank, 128
+    )
     values = matrix.view(-1)
     assert relative_error(rank, values) < 3e-4
     assert rank == 1 or relative_error(rank - 1, values) > 0.05
 
 
 def test_a_rank_keeps_almost_what_the_best_factors_of_it_keep() -> None:
-    left, right = (torch.linalg.qr(normal_values(128 * 128, seed).view(128, 128)).Q for seed in (3, 4))
+    left, right = (
+        torch.linalg.qr(normal_values(128 * 128, seed).view(128, 128)).Q for seed in (3, 4)
+    )
     sizes = 0.8 ** torch.arange(128)
     best = (sizes[10:].norm() / sizes.norm()).item()
     assert relative_error(10, ((left * sizes) @ right).reshape(-1)) <= 1.1 * best
@@ -55,17 +59,22 @@ def test_more_rank_is_never_worse() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "cols"), [(1, 1, 1), (2, 1, 2), (5, 2, 4), (4096, 64, 64), (4097, 33, 128), (2**18, 512, 512)]
+    ("size", "rows", "cols"),
+    [(1, 1, 1), (2, 1, 2), (5, 2, 4), (4096, 64, 64), (4097, 33, 128), (2**18, 512, 512)],
 )
 @pytest.mark.parametrize("rank", [1, 4, 1000])
-def test_bytes_are_those_of_both_factors_and_a_scale(size: int, rows: int, cols: int, rank: int) -> None:
+def test_bytes_are_those_of_both_factors_and_a_scale(
+    size: int, rows: int, cols: int, rank: int
+) -> None:
     assert lowrank(rank).num_bytes(size) == 4 + 2 * min(rank, rows) * (rows + cols)
 
 
 def test_decoding_adds_without_rounding_whatever_the_order() -> None:
     codec, rows, cols, rank = lowrank(64), 64, 64, 64
     payload = codec.encode(normal_values(rows * cols, 6))
-    payload[4:] = torch.randint(256, (len(payload) - 4,), generator=torch.Generator().manual_seed(7))
+    payload[4:] = torch.randint(
+        256, (len(payload) - 4,), generator=torch.Generator().manual_seed(7)
+    )
     entries = payload[4:].view(torch.int16).long()
     # Integers: exact by their nature.
     product = entries[: rows * rank].view(rows, rank) @ entries[rows * rank :].view(cols, rank).T

@@ -1,4 +1,6 @@
-"""Payloads and values are equal on machines with any vector units, with or without flushed denormals."""
+"""Payloads and values are equal on machines with any vector units, with or without flushed
+denormals.
+"""
 
 import os
 import subprocess

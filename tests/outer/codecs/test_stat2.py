@@ -16,7 +16,9 @@ BLOCK = 512
 
 
 def assert_sums_are_kept(values: torch.Tensor) -> None:
-    """Each block's sum, up to the documented rounding of table entries and of the values to the grid."""
+    """Each block's sum, up to the documented rounding of table entries and of the values to the
+    grid.
+    """
     decoded = round_trip("stat2", values).double()
     for block, out in zip(values.double().split(BLOCK), decoded.split(BLOCK), strict=True):
         grid = max(block.abs().max().item() / 32767, 2.0**-116)
@@ -40,7 +42,9 @@ def test_the_sum_of_any_values_is_kept(values: torch.Tensor) -> None:
 
 def test_a_sum_on_the_grid_is_exact() -> None:
     # Two integers a bin, their mean a bf16: nothing is rounded anywhere.
-    values = torch.tensor([-32767.0, -32761.0] + [-16000.0] * 4 + [0.0] * 300 + [16000.0] * 4 + [32767.0, 32761.0])
+    values = torch.tensor(
+        [-32767.0, -32761.0] + [-16000.0] * 4 + [0.0] * 300 + [16000.0] * 4 + [32767.0, 32761.0]
+    )
     values = torch.cat([values, torch.zeros(BLOCK - len(values))])
     decoded = round_trip("stat2", values)
     assert decoded.sum().item() == values.sum().item() == 0.0
@@ -67,7 +71,9 @@ def test_a_block_has_four_values_at_most_of_its_own() -> None:
 def test_the_error_of_normal_values_is_what_theory_says() -> None:
     values = normal_values(2**18, 6)
     # Four levels cut at -2.25, -0.75 and 0.75 sigma lose 17.8 % of the energy.
-    assert (round_trip("stat2", values) - values).pow(2).mean().item() == pytest.approx(0.178, abs=0.003)
+    assert (round_trip("stat2", values) - values).pow(2).mean().item() == pytest.approx(
+        0.178, abs=0.003
+    )
 
 
 def test_two_values_of_a_block_are_both_kept() -> None:
@@ -79,7 +85,9 @@ def test_two_values_of_a_block_are_both_kept() -> None:
 def test_the_relative_error_does_not_depend_on_the_scale(scale: float) -> None:
     values = normal_values(2**14, 7)
     unscaled = round_trip("stat2", values)
-    assert torch.allclose(round_trip("stat2", values * scale) / scale, unscaled, rtol=0.02, atol=1e-3)
+    assert torch.allclose(
+        round_trip("stat2", values * scale) / scale, unscaled, rtol=0.02, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -26,7 +26,9 @@ def round_trip(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 
 
 def largest(values: torch.Tensor, top_k: int, chunk_elements: int) -> torch.Tensor:
-    """`values` with all but the largest magnitudes of each chunk set to 0; of equal ones the first stays."""
+    """`values` with all but the largest magnitudes of each chunk set to 0; of equal ones the first
+    stays.
+    """
     kept = torch.zeros_like(values)
     for start in range(0, len(values), chunk_elements):
         chunk = values[start : start + chunk_elements].tolist()
@@ -35,7 +37,9 @@ def largest(values: torch.Tensor, top_k: int, chunk_elements: int) -> torch.Tens
     return kept
 
 
-@pytest.mark.parametrize(("top_k", "chunk"), [(1, 16), (3, 16), (7, 100), (10, 256), (64, 4096), (16, 16)])
+@pytest.mark.parametrize(
+    ("top_k", "chunk"), [(1, 16), (3, 16), (7, 100), (10, 256), (64, 4096), (16, 16)]
+)
 @pytest.mark.parametrize("size", [0, 1, 5, 16, 100, 1000, 4097])
 def test_the_largest_of_each_chunk_are_sent(top_k: int, chunk: int, size: int) -> None:
     values = mixed_values(size, 0)
@@ -79,13 +83,18 @@ def test_bytes_are_those_of_the_formula(value_bits: int, size: int) -> None:
 
 def test_two_bits_keep_the_sign_and_the_sum_of_magnitudes() -> None:
     values = normal_values(4096 * 8, 3)
-    kept, decoded = largest(values, 64, 4096).view(8, -1), round_trip(topk(64, 4096), values).view(8, -1)
+    kept, decoded = (
+        largest(values, 64, 4096).view(8, -1),
+        round_trip(topk(64, 4096), values).view(8, -1),
+    )
     assert torch.equal(decoded.sign(), kept.sign())
     assert torch.allclose(decoded.abs().sum(1), kept.abs().sum(1), rtol=2.0**-8)
 
 
 def test_two_bits_decode_to_two_magnitudes_of_a_chunk() -> None:
-    values = normal_values(4096 * 4, 4) * torch.tensor([1.0, 10.0, 100.0, 1000.0]).repeat_interleave(4096)
+    values = normal_values(4096 * 4, 4) * torch.tensor(
+        [1.0, 10.0, 100.0, 1000.0]
+    ).repeat_interleave(4096)
     for chunk in round_trip(topk(64, 4096), values).view(4, -1):
         assert len(chunk[chunk != 0].abs().unique()) == 2
 
@@ -105,7 +114,9 @@ def test_eight_bits_are_within_half_a_step() -> None:
 
 
 def with_index(payload: torch.Tensor, position: int, index: int) -> torch.Tensor:
-    """A payload of `topk(4, 16, 32)` for 40 elements (12 selected) with another index: bit b at position + 12 b."""
+    """A payload of `topk(4, 16, 32)` for 40 elements (12 selected) with another index: bit b at
+    position + 12 b.
+    """
     bits = torch.from_numpy(payload[48:].numpy().copy())
     planes = [(bits >> shift & 1) for shift in range(8)]
     flat = torch.cat(planes)[:48].view(4, 12)
@@ -124,7 +135,9 @@ def test_indices_may_be_changed_to_others_that_ascend() -> None:
 
 
 @pytest.mark.parametrize(("position", "index"), [(1, 0), (2, 0), (5, 0), (0, 9), (11, 8), (11, 15)])
-def test_indices_that_repeat_descend_or_leave_the_part_are_refused(position: int, index: int) -> None:
+def test_indices_that_repeat_descend_or_leave_the_part_are_refused(
+    position: int, index: int
+) -> None:
     codec = topk(4, 16, 32)
     values = torch.zeros(40)
     values[[0, 1, 2, 3, 16, 17, 18, 19, 32, 33, 34, 35]] = torch.arange(1.0, 13.0)
@@ -149,9 +162,13 @@ def test_no_value_of_eight_bits_decodes_to_inf() -> None:
     assert codec.decode(payload, 4).isfinite().all()
 
 
-@pytest.mark.parametrize(("value_bits", "dtype"), [(2, torch.bfloat16), (8, torch.bfloat16), (32, torch.float32)])
+@pytest.mark.parametrize(
+    ("value_bits", "dtype"), [(2, torch.bfloat16), (8, torch.bfloat16), (32, torch.float32)]
+)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_values_that_no_encoder_writes_are_refused(value_bits: int, dtype: torch.dtype, bad: float) -> None:
+def test_values_that_no_encoder_writes_are_refused(
+    value_bits: int, dtype: torch.dtype, bad: float
+) -> None:
     codec = topk(4, 16, value_bits)
     payload = codec.encode(normal_values(40, 7))
     payload[: dtype.itemsize].view(dtype).fill_(bad)

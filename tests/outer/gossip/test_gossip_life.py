@@ -19,7 +19,12 @@ STEPS, ROUNDS = 2, 4
 
 
 def config(num_islands: int, **changes: object) -> OuterConfig:
-    fields = {"start_islands": num_islands, "rounds": ROUNDS, "inner_steps": STEPS, "wait_seconds": GUARD_SECONDS / 2}
+    fields = {
+        "start_islands": num_islands,
+        "rounds": ROUNDS,
+        "inner_steps": STEPS,
+        "wait_seconds": GUARD_SECONDS / 2,
+    }
     return OuterConfig(gossip=GossipConfig(), transport="loopback", **{**fields, **changes})
 
 
@@ -35,7 +40,11 @@ def test_islands_of_the_start_read_a_step_of_the_data_parallel_run_together() ->
 
 def test_islands_that_come_late_read_what_nobody_else_does() -> None:
     everybody = [(index, False) for index in range(6)] + [(index, True) for index in range(3)]
-    read = [unit for index, joins in everybody for unit in all_of(StaticCursor(config(3), index, joins=joins))]
+    read = [
+        unit
+        for index, joins in everybody
+        for unit in all_of(StaticCursor(config(3), index, joins=joins))
+    ]
     assert len(set(read)) == len(read) == 9 * ROUNDS * STEPS
 
 

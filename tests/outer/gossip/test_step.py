@@ -1,4 +1,6 @@
-"""Gossip: the groups of a round, the maths of an outer step, and islands that average with a few others."""
+"""Gossip: the groups of a round, the maths of an outer step, and islands that average with a few
+others.
+"""
 
 import asyncio
 import threading
@@ -23,15 +25,25 @@ from outer.report import CaughtUp, RoundReport
 from outer.space.layout import Space
 from outer.state.optimizer import OuterOptimizer
 from outer.transports.loopback import Hub
-from tests.outer.islands import GUARD_SECONDS, Island, Spec, as_matrix, progress, run_islands, tensors
+from tests.outer.islands import (
+    GUARD_SECONDS,
+    Island,
+    Spec,
+    as_matrix,
+    progress,
+    run_islands,
+    tensors,
+)
 
 torch.set_num_threads(1)
 
 
-# -- groups and maths ---------------------------------------------------------------------------------------------
+# -- groups and maths ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_islands", "size"), [(1, 2), (2, 2), (3, 2), (5, 2), (7, 3), (16, 2), (16, 4), (17, 16)])
+@pytest.mark.parametrize(
+    ("num_islands", "size"), [(1, 2), (2, 2), (3, 2), (5, 2), (7, 3), (16, 2), (16, 4), (17, 16)]
+)
 def test_groups_have_every_island_once_and_nobody_alone(num_islands: int, size: int) -> None:
     names = [f"island-{i}" for i in range(num_islands)]
     for number in range(50):
@@ -51,7 +63,9 @@ def test_groups_follow_from_seed_round_and_names_alone() -> None:
     assert len(drawn) > 15
 
 
-def step_together(params: list[torch.Tensor], momenta: list, grads: list[torch.Tensor], group: list[int], c) -> None:
+def step_together(
+    params: list[torch.Tensor], momenta: list, grads: list[torch.Tensor], group: list[int], c
+) -> None:
     """One outer step of the islands in `group`, in place."""
     shares = {i: Share(grads[i], params[i].clone()) for i in group}
     for i in group:
@@ -107,11 +121,15 @@ def test_a_step_is_the_papers() -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
 
 
-# -- islands ------------------------------------------------------------------------------------------------------
+# -- islands ---------------------------------------------------------------------------------------
 
 
 def config(num_islands: int, group: int = 2, **changes: object) -> OuterConfig:
-    fields = {"start_islands": num_islands, "transport": "loopback", "wait_seconds": GUARD_SECONDS / 2}
+    fields = {
+        "start_islands": num_islands,
+        "transport": "loopback",
+        "wait_seconds": GUARD_SECONDS / 2,
+    }
     return OuterConfig(gossip=GossipConfig(group=group), **{**fields, **changes})
 
 
@@ -165,7 +183,10 @@ def test_a_group_of_all_with_equal_params_is_diloco_with_heavy_ball() -> None:
     flat = torch.cat([values.flatten() for values in matrices.values()])
     sgd = torch.optim.SGD([flat], lr=0.7, momentum=0.5)
     for number in range(5):
-        steps = [torch.cat([progress(n, number, k, v).flatten() for k, v in matrices.items()]) for n in "abcd"]
+        steps = [
+            torch.cat([progress(n, number, k, v).flatten() for k, v in matrices.items()])
+            for n in "abcd"
+        ]
         flat.grad = -torch.stack(steps).mean(0)
         sgd.step()
     for name in "abcd":
@@ -180,10 +201,17 @@ def test_reports_name_the_same_groups_on_every_island(codec: str) -> None:
     reports = run_islands(dict.fromkeys(names, partial(rounds, 4)), config(5, codec=codec))
     for number in range(4):
         groups = {tuple(reports[name][number].participants) for name in names}
-        assert sorted(groups) == sorted(tuple(g) for g in groups_of_round(0, number, list(names), 2))
+        assert sorted(groups) == sorted(
+            tuple(g) for g in groups_of_round(0, number, list(names), 2)
+        )
         for name in names:
             report = reports[name][number]
-            assert name in report.participants and report.is_committed and report.is_own and report.cause == ""
+            assert (
+                name in report.participants
+                and report.is_committed
+                and report.is_own
+                and report.cause == ""
+            )
             assert report.bytes_sent > 0 and report.bytes_received > 0
 
 
@@ -246,9 +274,15 @@ def test_a_partner_that_dies_with_its_share_half_given_is_left_out() -> None:
 
     found = run_islands({"a": dies, "b": partial(rounds, 3)}, config(2))
     b = found["b"]
-    assert b[0].participants == ["a", "b"] and b[1].participants == ["b"] and b[2].participants == ["b"]
+    assert (
+        b[0].participants == ["a", "b"]
+        and b[1].participants == ["b"]
+        and b[2].participants == ["b"]
+    )
     assert "without a" in b[1].cause
-    assert found["a"][1].participants == ["a"], "the share that b could not take does not count in a either"
+    assert found["a"][1].participants == ["a"], (
+        "the share that b could not take does not count in a either"
+    )
 
 
 def test_a_joiner_takes_some_islands_params_without_momentum() -> None:
@@ -315,7 +349,7 @@ def test_an_island_rounds_behind_goes_on_from_one_that_is_ahead() -> None:
     assert "have gone on" in cause and number == 3
 
 
-# -- hostile bytes ------------------------------------------------------------------------------------------------
+# -- hostile bytes ---------------------------------------------------------------------------------
 
 
 def test_a_share_of_another_size_or_not_finite_is_refused() -> None:
@@ -338,7 +372,9 @@ def test_a_share_of_another_size_or_not_finite_is_refused() -> None:
 def test_a_stranger_gets_nothing_and_changes_nothing() -> None:
     async def ask() -> None:
         server = GossipServer(LoopbackMessenger(Hub(), "run", Endpoint("a", 0)), [0, 0])
-        await server.publish(PublishedShare(3, frozenset({"b"}), {0: torch.ones(4, dtype=torch.uint8)}))
+        await server.publish(
+            PublishedShare(3, frozenset({"b"}), {0: torch.ones(4, dtype=torch.uint8)})
+        )
         partner, stranger = Endpoint("b", 0), Endpoint("c", 0)
         assert await server._on_take(partner, b'{"round":3,"part":0}') == bytes([1, 1, 1, 1])
         for source, body in [
@@ -352,8 +388,14 @@ def test_a_stranger_gets_nothing_and_changes_nothing() -> None:
                 await server._on_take(source, body)
         assert parse(MeetReply, await server._on_meet(stranger, b'{"round":3}')).status == "apart"
         assert parse(MeetReply, await server._on_meet(partner, b'{"round":2}')).status == "past"
-        assert parse(TellReply, await server._on_tell(stranger, b'{"round":3,"has_all":true}')).status == "no"
-        assert parse(TellReply, await server._on_tell(partner, b'{"round":2,"has_all":true}')).status == "no"
+        assert (
+            parse(TellReply, await server._on_tell(stranger, b'{"round":3,"has_all":true}')).status
+            == "no"
+        )
+        assert (
+            parse(TellReply, await server._on_tell(partner, b'{"round":2,"has_all":true}')).status
+            == "no"
+        )
         assert server.theirs == {}
 
     asyncio.run(ask())
@@ -377,7 +419,10 @@ def test_a_partner_with_another_round_or_none_of_the_parts_is_left_out() -> None
     carriers = MeetReply(status="here", round=0, carriers=[(0, 1)]).model_dump_json().encode()
     for kind, reply in [("take", b"x" * 40), ("meet", carriers), ("meet", b"{}")]:
         found = run_islands({"a": partial(rounds, 1), "b": partial(bad, kind, reply)}, config(2))
-        assert found["a"][0].participants == ["a"] and found["b"][0].participants == ["b"], (kind, reply)
+        assert found["a"][0].participants == ["a"] and found["b"][0].participants == ["b"], (
+            kind,
+            reply,
+        )
         assert found["a"][0].cause.startswith("without b: ")
 
 

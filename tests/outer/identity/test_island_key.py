@@ -29,7 +29,11 @@ def test_no_key_or_signature_from_a_peer_raises(public, signature):
 def test_two_islands_share_a_secret_that_nobody_else_can_compute():
     assert KEY.pair_secret(OTHER.public) == OTHER.pair_secret(KEY.public)
     third = IslandKey.generate()
-    assert third.pair_secret(KEY.public) != third.pair_secret(OTHER.public) != KEY.pair_secret(OTHER.public)
+    assert (
+        third.pair_secret(KEY.public)
+        != third.pair_secret(OTHER.public)
+        != KEY.pair_secret(OTHER.public)
+    )
 
 
 @pytest.mark.parametrize("public", ["01" + "0" * 62, "0" * 64])
@@ -46,7 +50,9 @@ def test_a_key_is_made_once_for_this_user_only(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["island.key"]
 
 
-@pytest.mark.parametrize("text", ["", "0123", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
+@pytest.mark.parametrize(
+    "text", ["", "0123", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
+)
 def test_a_file_that_is_no_key_is_refused_with_its_name(tmp_path, text):
     (tmp_path / "island.key").write_text(text)
     with pytest.raises(InputError, match=r"island\.key' is no Ed25519 key"):

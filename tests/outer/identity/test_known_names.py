@@ -49,7 +49,11 @@ def test_many_names_push_out_only_those_that_are_not_used():
     for number in range(2 * MAX_NAMES):
         names.claim("island-1", KEY)
         names.claim(f"x{number}", OTHER)
-    assert (names.key_of("island-1"), names.key_of("absent"), names.key_of("x0")) == (KEY, None, None)
+    assert (names.key_of("island-1"), names.key_of("absent"), names.key_of("x0")) == (
+        KEY,
+        None,
+        None,
+    )
 
 
 def test_an_old_record_is_recognised():

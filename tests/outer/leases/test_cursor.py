@@ -1,4 +1,6 @@
-"""Whole islands read each unit once in committed rounds, over deaths, joiners and re-based progress."""
+"""Whole islands read each unit once in committed rounds, over deaths, joiners and re-based
+progress.
+"""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -37,7 +39,9 @@ class Life:
 
 
 def live(island: Island, reached: Callable[[int], None] = lambda number: None) -> Life:
-    """Train and commit until the end. The life of an island that dies ends with an attempt that does not commit."""
+    """Train and commit until the end. The life of an island that dies ends with an attempt that
+    does not commit.
+    """
     outer, life, read = island.outer, Life(), list[int]()
     outer.begin()
     while outer.position.round < ROUNDS:
@@ -75,7 +79,9 @@ def assert_each_unit_once(lives: Mapping[str, Life], ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("num_places", [16, 1], ids=["apart", "two joiners at one place"])
-def test_over_a_death_and_two_joiners_every_unit_is_trained_once(monkeypatch, num_places: int) -> None:
+def test_over_a_death_and_two_joiners_every_unit_is_trained_once(
+    monkeypatch, num_places: int
+) -> None:
     monkeypatch.setattr(outer.leases.ledger, "NUM_SPARES", num_places)
     may_join, gather = threading.Event(), threading.Barrier(3)
 
@@ -103,13 +109,17 @@ def test_over_a_death_and_two_joiners_every_unit_is_trained_once(monkeypatch, nu
 def test_islands_that_all_live_read_the_units_of_a_data_parallel_run_in_its_order() -> None:
     lives = run_islands(dict.fromkeys("abc", live), config(3))
     for index, name in enumerate("abc"):
-        assert list(chain.from_iterable(lives[name].trained)) == list(range(index, 3 * STEPS * ROUNDS, 3))
+        assert list(chain.from_iterable(lives[name].trained)) == list(
+            range(index, 3 * STEPS * ROUNDS, 3)
+        )
     assert lives["a"].ledger.trained == 3 * STEPS * ROUNDS and lives["a"].ledger.returned == ()
 
 
 def test_two_islands_with_one_index_are_told_so() -> None:
     def script(island: Island) -> str:
-        island.outer.pending.cursor = LeaseCursor(island.name, 0, "0" * 8, island.outer.replica.terms)
+        island.outer.pending.cursor = LeaseCursor(
+            island.name, 0, "0" * 8, island.outer.replica.terms
+        )
         island.outer.begin()
         island.outer.cursor.next_unit()
         island.outer.launch(100)
@@ -123,4 +133,7 @@ def test_two_islands_with_one_index_are_told_so() -> None:
 
     told = threading.Event()
     text = run_islands({"a": script, "b": script}, config(2))["b"]
-    assert "island.index is 1: islands 'a' and 'b' have read the same data; give each island its own" in text
+    assert (
+        "island.index is 1: islands 'a' and 'b' have read the same data; give each island its own"
+        in text
+    )

@@ -114,10 +114,14 @@ class World:
                 self.islands[f"i{index}"] = self.new(f"i{index}", index)
 
     def round(self) -> list[str]:
-        """Commit a round of some islands that hold the newest state. Returns the refused islands."""
+        """Commit a round of some islands that hold the newest state. Returns the refused
+        islands.
+        """
         for island in self.islands.values():
             island.train(self.random.randint(0, 5))
-        ready = [i for _, i in sorted(self.islands.items()) if i.num_missed == 0 and self.chance(0.85)]
+        ready = [
+            i for _, i in sorted(self.islands.items()) if i.num_missed == 0 and self.chance(0.85)
+        ]
         causes = find_refusals(self.ledger, [i.claim for i in ready], TERMS)
         participants = [i for i in ready if i.name not in causes]
         if not participants:
@@ -135,11 +139,15 @@ class World:
                 island.commit(settle(island.ledger, claims, TERMS), claim.units)
                 assert island.ledger.model_dump_json() == self.ledger.model_dump_json()
         assert self.ledger.frontier >= before.frontier
-        self.leave_behind([i for i in self.islands.values() if i.name in restarted or i not in participants])
+        self.leave_behind(
+            [i for i in self.islands.values() if i.name in restarted or i not in participants]
+        )
         return list(causes)
 
     def restart_after_vote(self, participants: list[Island]) -> set[str]:
-        """Restart some islands after their vote, with the state before the commit that contains their progress."""
+        """Restart some islands after their vote, with the state before the commit that contains
+        their progress.
+        """
         names = {i.name for i in participants[1:] if self.chance(0.05)}
         for name in names:
             self.islands[name] = self.new(name, self.islands[name].index)
@@ -158,8 +166,12 @@ class World:
         assert sorted(self.trained + open_units(self.ledger)) == list(range(self.ledger.frontier))
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 600), marks=pytest.mark.slow)], ids=str)
-def test_no_unit_is_trained_twice_and_none_is_lost_whatever_happens_to_islands(seeds: range) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 600), marks=pytest.mark.slow)], ids=str
+)
+def test_no_unit_is_trained_twice_and_none_is_lost_whatever_happens_to_islands(
+    seeds: range,
+) -> None:
     num_refused = 0
     for seed in seeds:
         world = World(seed)
@@ -214,10 +226,14 @@ def test_a_dead_islands_units_are_read_next_by_the_others_after_two_commits() ->
         read += left.read
         left.commit(settle(left.ledger, [left.claim], TERMS), TERMS.inner_steps)
     assert left.ledger.leases.keys() == {"a"} and left.ledger.returned == ()
-    assert {unit for run in lost.cursor.read for unit in run} == set() and set(range(1, 12, 2)) < set(read)
+    assert {unit for run in lost.cursor.read for unit in run} == set() and set(
+        range(1, 12, 2)
+    ) < set(read)
 
 
-def test_an_island_that_missed_one_commit_keeps_its_lease_and_one_that_missed_two_does_not() -> None:
+def test_an_island_that_missed_one_commit_keeps_its_lease_and_one_that_missed_two_does_not() -> (
+    None
+):
     ledger = opened(2)
     first, second = Island("a", 0, "0" * 8, ledger), Island("b", 1, "1" * 8, ledger)
     second.train(2)
@@ -234,7 +250,9 @@ def test_of_two_that_begin_at_one_place_the_first_by_name_is_in_the_plan() -> No
     assert "'x' and 'y' have read the same data" in find_refusals(ledger, claims, TERMS)["y"]
     near = replace(claims[1], first=ledger.frontier + TERMS.spare - 1)
     apart = replace(claims[1], first=ledger.frontier + TERMS.spare)
-    assert find_refusals(ledger, [claims[0], near], TERMS) and not find_refusals(ledger, [claims[0], apart], TERMS)
+    assert find_refusals(ledger, [claims[0], near], TERMS) and not find_refusals(
+        ledger, [claims[0], apart], TERMS
+    )
 
 
 def test_the_gap_before_a_joiners_place_is_read_next() -> None:
@@ -242,14 +260,19 @@ def test_the_gap_before_a_joiners_place_is_read_next() -> None:
     start = ledger.frontier
     after = settle(ledger, [Claim("a", 0, 3), Claim("x", start + 2 * TERMS.spare, 1)], TERMS)
     assert after.leases.keys() == {"a", "x"} and after.frontier == start + 3 * TERMS.spare
-    assert set(range(start, start + 3)) < set(units_of(after.leases["a"].runs) + units_of(after.leases["x"].runs))
+    assert set(range(start, start + 3)) < set(
+        units_of(after.leases["a"].runs) + units_of(after.leases["x"].runs)
+    )
 
 
 @pytest.mark.parametrize(
     ("claim", "text"),
     [
         (Claim("a", 1, 1), "no lease of island 'a' begins with unit 1"),
-        (Claim("a", 0, TERMS.lease + 1), f"has read {TERMS.lease + 1} units, but {TERMS.lease} are leased to it"),
+        (
+            Claim("a", 0, TERMS.lease + 1),
+            f"has read {TERMS.lease + 1} units, but {TERMS.lease} are leased to it",
+        ),
         (Claim("x", 10**9, 1), "no lease of island 'x' begins"),
         (Claim("x", TERMS.lease, TERMS.spare + 1), f"{TERMS.spare} are leased"),
     ],
@@ -304,8 +327,13 @@ def test_json_that_is_no_account_is_refused(kind: str) -> None:
         parse_ledger(BAD[kind])
 
 
-@given(needs=st.lists(st.integers(0, 9), min_size=1, max_size=5), sizes=st.lists(st.integers(1, 9), max_size=4))
-def test_what_is_dealt_and_what_is_left_are_the_pool_and_what_follows(needs: list[int], sizes: list[int]) -> None:
+@given(
+    needs=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    sizes=st.lists(st.integers(1, 9), max_size=4),
+)
+def test_what_is_dealt_and_what_is_left_are_the_pool_and_what_follows(
+    needs: list[int], sizes: list[int]
+) -> None:
     pool = [range(100 * i, 100 * i + 7 * size, 7) for i, size in enumerate(sizes)]
     given_out, left, frontier = deal(pool, 1000, {str(i): need for i, need in enumerate(needs)})
     assert [count(runs) for runs in given_out.values()] == needs
@@ -335,7 +363,9 @@ def test_who_listens_keeps_the_lease_that_it_has_begun_however_often_others_give
     mine = ledger.leases["#1"].runs
     for _ in range(5):
         first = ledger.leases["a"].runs[0][0] if "a" in ledger.leases else 0
-        ledger = settle(ledger, [Claim("a", first, 2), Claim("b", mine[0][0], 0, listens=True)], TERMS)
+        ledger = settle(
+            ledger, [Claim("a", first, 2), Claim("b", mine[0][0], 0, listens=True)], TERMS
+        )
     assert ledger.leases["b"].runs[0] == mine[0] and ledger.leases.keys() == {"a", "b"}
     assert ledger.trained == 10
     assert not find_refusals(ledger, [Claim("b", mine[0][0], TERMS.lease)], TERMS)
@@ -345,13 +375,19 @@ def test_a_joiner_that_listens_keeps_its_place_beyond_the_frontier() -> None:
     ledger = opened(1)
     place = ledger.frontier + TERMS.spare
     ledger = settle(ledger, [Claim("a", 0, 2), Claim("x", place, 0, listens=True)], TERMS)
-    assert units_of(ledger.leases["x"].runs)[: TERMS.spare] == list(range(place, place + TERMS.spare))
+    assert units_of(ledger.leases["x"].runs)[: TERMS.spare] == list(
+        range(place, place + TERMS.spare)
+    )
     assert ledger.trained == 2
 
 
 def test_who_listens_where_another_gives_gets_another_lease() -> None:
     ledger = opened(1)
-    claims = [Claim("a", 0, 2), Claim("x", ledger.frontier, 0, listens=True), Claim("y", ledger.frontier, 2)]
+    claims = [
+        Claim("a", 0, 2),
+        Claim("x", ledger.frontier, 0, listens=True),
+        Claim("y", ledger.frontier, 2),
+    ]
     after = settle(ledger, claims, TERMS)
     assert not set(units_of(after.leases["x"].runs)) & set(units_of(after.leases["y"].runs))
     assert after.leases.keys() == {"a", "x", "y"} and after.trained == 4

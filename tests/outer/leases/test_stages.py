@@ -1,4 +1,6 @@
-"""Stages of a run in the account of its data: what a unit means never depends on who reads it, or when."""
+"""Stages of a run in the account of its data: what a unit means never depends on who reads it, or
+when.
+"""
 
 import random
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ class Claim:
 
 
 class Island:
-    """Reads units as `outer/loop.py` lets it; `seen` is the stage of the ledger under which each was read."""
+    """Reads units as `outer/loop.py` lets it; `seen` is the stage of the ledger under which each
+    was read.
+    """
 
     def __init__(self, name: str, index: int, ledger: Ledger) -> None:
         self.name, self.ledger, self.seen = name, ledger, list[tuple[int, int]]()
@@ -91,9 +95,13 @@ def test_what_is_open_at_a_border_is_closed_and_leased_anew() -> None:
     after = settle(before, [Claim("a", 0, 3), Claim("b", 1, 2)], TERMS, ROUNDS[0])
     assert (after.trained, set(after.leases)) == (5, {"a", "b"})
     ((end, first),) = after.borders
-    assert before.frontier <= end < first and after.open == after.frontier - first == 2 * TERMS.lease
+    assert (
+        before.frontier <= end < first and after.open == after.frontier - first == 2 * TERMS.lease
+    )
     assert all(runs[0] >= first for lease in after.leases.values() for runs in lease.runs)
-    assert find_refusals(after, [Claim("a", 6, 1)], TERMS).keys() == {"a"}, "a unit of the stage before"
+    assert find_refusals(after, [Claim("a", 6, 1)], TERMS).keys() == {"a"}, (
+        "a unit of the stage before"
+    )
     assert count(after.leases["a"].runs) == TERMS.lease
 
 

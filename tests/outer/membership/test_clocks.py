@@ -39,7 +39,9 @@ def visit(address: str, ahead: float) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("ahead", "word"), [(7200.0, "7,200 s ahead of"), (-7200.0, "7,200 s behind"), (1.0, "{}")])
+@pytest.mark.parametrize(
+    ("ahead", "word"), [(7200.0, "7,200 s ahead of"), (-7200.0, "7,200 s behind"), (1.0, "{}")]
+)
 def test_who_comes_with_a_wrong_clock_is_told_by_how_much(ahead: float, word: str) -> None:
     async def main() -> None:
         peer = await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None)
@@ -57,7 +59,9 @@ def test_a_clock_that_goes_wrong_during_a_run_is_said_once(
 ) -> None:
     async def main() -> None:
         peer = await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None)
-        daemon = await start_daemon(DaemonSettings(["/ip4/127.0.0.1/tcp/0"], bootstrap=list(peer.addresses)))
+        daemon = await start_daemon(
+            DaemonSettings(["/ip4/127.0.0.1/tcp/0"], bootstrap=list(peer.addresses))
+        )
         dht, watch = await open_dht(daemon, list(peer.addresses)), clocks.ClockWatch()
         try:
             for ahead in (0.0, 50.0, 60.0, 0.0, -50.0):
@@ -72,5 +76,9 @@ def test_a_clock_that_goes_wrong_during_a_run_is_said_once(
 
     with caplog.at_level(logging.WARNING, "outer"):
         run(main())
-    said = [record.getMessage() for record in caplog.records if "clock of this machine" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "clock of this machine" in record.getMessage()
+    ]
     assert ["50 s ahead of" in said[0], "50 s behind" in said[1], len(said)] == [True, True, 2]

@@ -1,4 +1,6 @@
-"""What a DHT node keeps for others has limits, and what is there can be renewed when they are reached."""
+"""What a DHT node keeps for others has limits, and what is there can be renewed when they are
+reached.
+"""
 
 import pytest
 
@@ -71,6 +73,8 @@ def test_the_node_of_an_island_has_these_limits():
         async with swarm("hivemind") as place:
             a = await place.open(A)
             protocol = getattr(a.membership, "_dht").protocol  # noqa: B009 - it is not in the interface
-            assert isinstance(protocol.storage, BoundedStorage) and isinstance(protocol.cache, BoundedStorage)
+            assert isinstance(protocol.storage, BoundedStorage) and isinstance(
+                protocol.cache, BoundedStorage
+            )
 
     run(main())

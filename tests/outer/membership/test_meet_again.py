@@ -20,7 +20,9 @@ def test_a_restarted_bootstrap_peer_leads_to_the_islands_again(tmp_path: Path):
     async def work() -> None:
         bootstrap = await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], tmp_path / "key")
         (address,) = bootstrap.addresses
-        settings = NetworkSettings("run", "a", 0, [address], record_seconds=4, island_key=key_of("a"))
+        settings = NetworkSettings(
+            "run", "a", 0, [address], record_seconds=4, island_key=key_of("a")
+        )
         network = await open_network("hivemind", settings)
         membership = network.membership
         assert isinstance(membership, HivemindMembership)
@@ -29,7 +31,9 @@ def test_a_restarted_bootstrap_peer_leads_to_the_islands_again(tmp_path: Path):
             await membership.announce(member("a"))
             await membership.publish_config("{}")
             await bootstrap.close()
-            await wait_for(lambda: not table.peer_id_to_uid)  # the DHT gives up a peer that does not answer
+            await wait_for(
+                lambda: not table.peer_id_to_uid
+            )  # the DHT gives up a peer that does not answer
             bootstrap = await serve_bootstrap([address.partition("/p2p/")[0]], tmp_path / "key")
             await wait_for(lambda: bool(table.peer_id_to_uid))
             while "run" not in await find_runs(address, 5):  # noqa: ASYNC110 - another process has to come

@@ -11,7 +11,20 @@ from outer.membership.base import Membership
 from outer.membership.records import MAX_CONFIG_BYTES
 from outer.network.endpoints import Endpoint
 from outer.packages import has_hivemind
-from tests.outer.nets import KINDS, TLS_IN_DHT, A, B, C, RemotePeer, Swarm, key_of, member, run, serve_dht, swarm
+from tests.outer.nets import (
+    KINDS,
+    TLS_IN_DHT,
+    A,
+    B,
+    C,
+    RemotePeer,
+    Swarm,
+    key_of,
+    member,
+    run,
+    serve_dht,
+    swarm,
+)
 
 if has_hivemind():
     from hivemind.utils.timed_storage import get_dht_time
@@ -20,7 +33,9 @@ if has_hivemind():
     from outer.membership.dht.owned_records import make_subkey
     from outer.membership.dht.records import store_config
 
-all_kinds = pytest.mark.parametrize("kind", [*KINDS, pytest.param(TLS_IN_DHT, marks=pytest.mark.slow)])
+all_kinds = pytest.mark.parametrize(
+    "kind", [*KINDS, pytest.param(TLS_IN_DHT, marks=pytest.mark.slow)]
+)
 ANOTHER = "11111111"
 
 
@@ -84,10 +99,15 @@ def test_an_island_that_leaves_is_gone_at_once_and_may_come_back(kind):
 def test_a_second_island_of_the_same_name_is_refused(kind):
     async def main() -> None:
         async with swarm(kind) as place:
-            a, twin = (await place.open(A)).membership, (await place.open(A, island_key=key_of("twin"))).membership
+            a, twin = (
+                (await place.open(A)).membership,
+                (await place.open(A, island_key=key_of("twin"))).membership,
+            )
             assert a and twin
             await a.announce(member("a"))
-            with pytest.raises(InputError, match=r"'a' is in the run already.* choose another name"):
+            with pytest.raises(
+                InputError, match=r"'a' is in the run already.* choose another name"
+            ):
                 await twin.announce(member("a", ANOTHER, identity=key_of("twin").public))
 
     run(main())
@@ -170,7 +190,10 @@ def test_a_config_that_is_too_long_is_refused(kind):
 def test_two_runs_of_one_swarm_do_not_meet(kind):
     async def main() -> None:
         async with swarm(kind) as place:
-            a, b = (await place.open(A)).membership, (await place.open(B, run_id="another")).membership
+            a, b = (
+                (await place.open(A)).membership,
+                (await place.open(B, run_id="another")).membership,
+            )
             assert a is not None
             assert b is not None
             await a.announce(member("a"))
@@ -192,7 +215,9 @@ def test_a_malformed_record_is_left_out_of_a_dht():
             await a.announce(member("a"))
             for later, raw in enumerate([*MALFORMED, "text", 7]):
                 subkey = f"b@{key_of('b').public}"
-                assert await b._dht.store("run/members", raw, get_dht_time() + 30 + later, subkey=subkey)
+                assert await b._dht.store(
+                    "run/members", raw, get_dht_time() + 30 + later, subkey=subkey
+                )
                 assert await a.members() == {"a": member("a")}
 
     run(main())
@@ -215,7 +240,9 @@ def test_a_killed_island_vanishes_and_its_name_remains_its_own(kind):
             other = await place.open(B, island_key=key_of("other"))
             assert other.membership is not None
             with suppress(InputError):
-                await other.membership.announce(member("b", ANOTHER, identity=key_of("other").public))
+                await other.membership.announce(
+                    member("b", ANOTHER, identity=key_of("other").public)
+                )
             again = await place.open(B)
             assert again.membership is not None
             assert again.names.is_newest("b", 1), "its folder remembers that it has been in the run"
@@ -225,7 +252,9 @@ def test_a_killed_island_vanishes_and_its_name_remains_its_own(kind):
     run(main())
 
 
-@pytest.mark.parametrize("kind", ["gloo", "hivemind", pytest.param(TLS_IN_DHT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["gloo", "hivemind", pytest.param(TLS_IN_DHT, marks=pytest.mark.slow)]
+)
 def test_a_visitor_finds_runs_configs_and_islands_by_an_address_alone(kind):
     async def main() -> None:
         async with open_two(kind) as (place, a, b):
@@ -241,7 +270,9 @@ def test_a_visitor_finds_runs_configs_and_islands_by_an_address_alone(kind):
     run(main())
 
 
-def test_invented_runs_do_not_hide_a_run_that_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invented_runs_do_not_hide_a_run_that_is_asked_for_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("outer.membership.dht.records.MAX_LISTED_RUNS", 2)
 
     async def main() -> None:
@@ -252,7 +283,9 @@ def test_invented_runs_do_not_hide_a_run_that_is_asked_for_by_name(monkeypatch: 
             for number in range(6):
                 for stranger in (b, c):
                     subkey = make_subkey(f"0-invented-{number}", stranger._auth.island)
-                    assert await stranger._dht.store("diloco/runs", b"", get_dht_time() + 60, subkey=subkey)
+                    assert await stranger._dht.store(
+                        "diloco/runs", b"", get_dht_time() + 60, subkey=subkey
+                    )
             assert list(await find_runs(place.bootstrap[0], 5, run_name="run")) == ["run"]
             assert len(await find_runs(place.bootstrap[0], 5)) <= 2
 
@@ -265,7 +298,9 @@ def test_the_number_of_keys_decides_nothing_about_a_runs_config() -> None:
             c, d = [(await place.open(each)).membership for each in (C, Endpoint("d", 0))]
             await a.publish_config("seed: 1\n")
             for stranger in (c, d):
-                await store_config(stranger._dht, "run", stranger._auth, "seed: 666\n", get_dht_time() + 60)
+                await store_config(
+                    stranger._dht, "run", stranger._auth, "seed: 666\n", get_dht_time() + 60
+                )
             assert await a.read_config() == "seed: 1\n"
             with pytest.raises(DifferingConfigsError, match="2 different configs of run 'run'"):
                 await b.read_config()
@@ -280,7 +315,11 @@ def test_the_number_of_keys_decides_nothing_about_a_runs_config() -> None:
 def test_a_swarm_goes_on_without_the_one_that_began_it():
     async def main() -> None:
         async with swarm("hivemind") as place:
-            first, a, b = await place.open(Endpoint("first", 0)), await place.open(A), await place.open(B)
+            first, a, b = (
+                await place.open(Endpoint("first", 0)),
+                await place.open(A),
+                await place.open(B),
+            )
             assert first.membership and a.membership and b.membership
             await first.membership.publish_config("text")
             await a.membership.publish_config("text")
@@ -297,8 +336,13 @@ def test_an_island_whose_node_nobody_reaches_only_asks_the_dht_and_is_seen():
     async def main() -> None:
         async with swarm(TLS_IN_DHT) as place:
             a, b = await place.open(A), await place.open(B, announce_host="127.0.0.1")
-            assert isinstance(a.membership, HivemindMembership) and isinstance(b.membership, HivemindMembership)
-            assert not a.membership._dht.protocol.client_mode and b.membership._dht.protocol.client_mode
+            assert isinstance(a.membership, HivemindMembership) and isinstance(
+                b.membership, HivemindMembership
+            )
+            assert (
+                not a.membership._dht.protocol.client_mode
+                and b.membership._dht.protocol.client_mode
+            )
             await b.membership.announce(member("b"))
             await wait_for(a.membership.members, {"b": member("b")})
 
@@ -308,7 +352,9 @@ def test_an_island_whose_node_nobody_reaches_only_asks_the_dht_and_is_seen():
 def test_a_proxy_does_not_lead_into_a_dht():
     async def main() -> None:
         async with swarm(TLS_IN_DHT) as place:
-            with pytest.raises(InputError, match=r"island.proxy does not lead; .* --rendezvous tcp"):
+            with pytest.raises(
+                InputError, match=r"island.proxy does not lead; .* --rendezvous tcp"
+            ):
                 await place.open(A, proxy="http://127.0.0.1:9")
 
     run(main())
@@ -320,7 +366,9 @@ def test_islands_over_tls_stay_together_when_the_peer_that_they_met_by_has_died(
         peer = await serve_dht()
         place = Swarm("tls", "run", 10, list(peer.addresses))
         a, b = await place.open(A), await place.open(B)
-        assert isinstance(a.membership, HivemindMembership) and isinstance(b.membership, HivemindMembership)
+        assert isinstance(a.membership, HivemindMembership) and isinstance(
+            b.membership, HivemindMembership
+        )
         tables = [one.membership._dht.protocol.routing_table for one in (a, b)]
         await a.membership.announce(member("a"))
         await b.membership.announce(member("b"))
@@ -336,7 +384,9 @@ def test_islands_over_tls_stay_together_when_the_peer_that_they_met_by_has_died(
             while not all(len(table.peer_id_to_uid) == 1 for table in tables):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.1)
         a.membership.update(member("a", round=7))
-        await wait_for(b.membership.members, {"a": member("a", round=7), "b": member("b")}, seconds=10)
+        await wait_for(
+            b.membership.members, {"a": member("a", round=7), "b": member("b")}, seconds=10
+        )
         for one in (a, b):
             await one.close()
 

@@ -8,7 +8,14 @@ import pytest
 
 from outer.errors import InputError, MessageError
 from outer.membership import rendezvous as limits
-from outer.membership.records import Announcement, Publication, Records, RunQuery, sign_record, sign_withdrawal
+from outer.membership.records import (
+    Announcement,
+    Publication,
+    Records,
+    RunQuery,
+    sign_record,
+    sign_withdrawal,
+)
 from outer.membership.rendezvous import MAX_RUNS, RecordServer
 from outer.network.endpoints import Endpoint
 from outer.network.messages import parse
@@ -20,7 +27,9 @@ async def ask(server: RecordServer, kind: str, body: bytes) -> bytes:
 
 
 def announcement(name: str, run_id: str = "run", time_ms: int = 1, **changes: Any) -> bytes:
-    """An island's announcement, signed with the key that it claims or, with `signed_by`, with that of another."""
+    """An island's announcement, signed with the key that it claims or, with `signed_by`, with that
+    of another.
+    """
     signed_by = changes.pop("signed_by", name)
     record = sign_record(key_of(signed_by), run_id, member(name, **changes), time_ms)
     return Announcement(run=run_id, record=record, life_seconds=60).encode()
@@ -84,7 +93,9 @@ def test_a_run_takes_so_many_bytes_and_no_more(monkeypatch):
         await ask(server, "announce", announcement("a", control_addresses=["x" * 2000]))
         with pytest.raises(MessageError, match="4096 per run"):
             await ask(server, "announce", announcement("b", control_addresses=["x" * 2000]))
-        await ask(server, "announce", announcement("a", time_ms=2, control_addresses=["x" * 1500] * 2))
+        await ask(
+            server, "announce", announcement("a", time_ms=2, control_addresses=["x" * 1500] * 2)
+        )
 
     run(main())
 
@@ -107,7 +118,11 @@ def test_a_rendezvous_serves_so_many_live_runs_and_forgets_the_dead_first():
 
 async def look(server: RecordServer, last: Records | None = None) -> Records:
     """Ask for the records, or for what has changed since the `last` answer."""
-    query = RunQuery(run="run") if last is None else RunQuery(run="run", server=last.server, seen=last.version)
+    query = (
+        RunQuery(run="run")
+        if last is None
+        else RunQuery(run="run", server=last.server, seen=last.version)
+    )
     return parse(Records, await ask(server, "members", query.encode()))
 
 
@@ -148,7 +163,9 @@ def test_who_has_missed_more_than_is_remembered_or_knows_another_process_gets_al
         for number in range(4):
             name = f"island-{number}"
             await ask(server, "announce", announcement(name))
-            await ask(server, "leave", sign_withdrawal(key_of(name), "run", member(name), 3).encode())
+            await ask(
+                server, "leave", sign_withdrawal(key_of(name), "run", member(name), 3).encode()
+            )
         assert names(await look(server, first)) == (["a"], [], True)
         other = RecordServer()
         await ask(other, "announce", announcement("b"))

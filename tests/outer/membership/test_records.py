@@ -23,7 +23,9 @@ def test_an_oversized_call_is_not_read():
             client = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
             target = server.address.removeprefix("tcp://")
             with pytest.raises(PeerLost):
-                await client.call(target, "announce", bytes(limits.MAX_CALL_BYTES), timeout_seconds=10)
+                await client.call(
+                    target, "announce", bytes(limits.MAX_CALL_BYTES), timeout_seconds=10
+                )
             assert await client.call(target, "runs", b"", timeout_seconds=10) == b'{"runs":{}}'
             await client.close()
 
@@ -59,7 +61,10 @@ def test_records_of_a_hostile_rendezvous_are_checked():
 
 def test_a_rendezvous_that_answers_nonsense_is_as_good_as_none():
     async def members(source: Endpoint, body: bytes) -> bytes:
-        return b'{"server": "0", "version": 1, "records": {"a b": "x"}, "is_whole": true, "has_config": false}'
+        return (
+            b'{"server": "0", "version": 1, "records": {"a b": "x"}, "is_whole": true, '
+            b'"has_config": false}'
+        )
 
     async def main() -> None:
         messenger = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
@@ -73,6 +78,8 @@ def test_a_rendezvous_that_answers_nonsense_is_as_good_as_none():
 
 
 def test_an_announcement_is_the_same_after_the_wire():
-    whole = Announcement(run="run", record=sign_record(key_of("a"), "run", member("a"), 5), life_seconds=5.0)
+    whole = Announcement(
+        run="run", record=sign_record(key_of("a"), "run", member("a"), 5), life_seconds=5.0
+    )
     assert parse(Announcement, whole.model_dump_json().encode()) == whole
     assert open_record("run", whole.record) == member("a")

@@ -26,7 +26,16 @@ class Bootstrap:
 
     def __init__(self, port: int = 0) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", "tcp", "--port", str(port)],
+            [
+                sys.executable,
+                "-m",
+                "diloco",
+                "bootstrap",
+                "--rendezvous",
+                "tcp",
+                "--port",
+                str(port),
+            ],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -49,18 +58,24 @@ async def open_at_one(*islands: str) -> AsyncIterator[tuple[list[Rendezvous], li
     """Open memberships at one rendezvous, which `restart` may replace in the list."""
     servers = [serve_rendezvous("127.0.0.1", 0)]
     try:
-        async with open_memberships(*((island, [servers[0].address]) for island in islands)) as memberships:
+        async with open_memberships(
+            *((island, [servers[0].address]) for island in islands)
+        ) as memberships:
             yield servers, memberships
     finally:
         servers[0].close()
 
 
 async def restart(servers: list[Rendezvous], log: pytest.LogCaptureFixture) -> None:
-    """Replace the rendezvous by another at the same address, once its loss is noticed. Waits until that is noticed."""
+    """Replace the rendezvous by another at the same address, once its loss is noticed. Waits until
+    that is noticed.
+    """
 
     async def is_said(words: str) -> bool:
         return any(
-            words in record.message for record in log.records if record.name == "outer.membership.rendezvous_link"
+            words in record.message
+            for record in log.records
+            if record.name == "outer.membership.rendezvous_link"
         )
 
     servers[0].close()
@@ -125,7 +140,9 @@ def test_a_rendezvous_that_comes_back_empty_is_told_config_and_records(caplog):
             await a.announce(member("a"))
             await a.publish_config("text")
             await restart(server, caplog)
-            await wait_for(lambda: find_runs(server[0].address, 5), {"run": RunInfo("text", ("a",))})
+            await wait_for(
+                lambda: find_runs(server[0].address, 5), {"run": RunInfo("text", ("a",))}
+            )
 
     run(main())
 
@@ -147,8 +164,14 @@ def test_a_rendezvous_that_comes_back_empty_is_not_believed_at_once(caplog):
 
 def test_another_process_at_the_same_address_is_noticed_without_a_loss():
     link = RendezvousLink("tcp://127.0.0.1:1", grace_seconds=60)
-    link.on_answer(Records(server="1", version=5, records={}, is_whole=True, has_config=True), {"b": member("b")})
-    link.on_answer(Records(server="1", version=6, records={}, is_whole=True, has_config=True), {"c": member("c")})
+    link.on_answer(
+        Records(server="1", version=5, records={}, is_whole=True, has_config=True),
+        {"b": member("b")},
+    )
+    link.on_answer(
+        Records(server="1", version=6, records={}, is_whole=True, has_config=True),
+        {"c": member("c")},
+    )
     assert link.known() == {"c": member("c")}
     link.on_answer(Records(server="2", version=7, records={}, is_whole=True, has_config=False), {})
     assert link.known() == {"c": member("c")}
@@ -161,7 +184,9 @@ def test_a_link_keeps_what_has_not_changed_and_drops_what_is_gone_or_refused():
     whole = Records(server="1", version=5, records=signed, is_whole=True, has_config=True)
     link.on_answer(whole, {name: member(name) for name in "abcd"})
     changed = {"b": signed["b"], "d": signed["d"]}
-    part = Records(server="1", version=9, records=changed, gone=["c"], is_whole=False, has_config=True)
+    part = Records(
+        server="1", version=9, records=changed, gone=["c"], is_whole=False, has_config=True
+    )
     link.on_answer(part, {"b": member("b", round=2)})
     assert link.known() == {"a": member("a"), "b": member("b", round=2)}, "d is refused"
     assert link.version == 9
@@ -184,7 +209,11 @@ def test_one_of_several_rendezvous_is_enough():
 def test_records_of_all_rendezvous_count():
     async def main() -> None:
         with rendezvous(2) as (first, second):
-            places = ("a", [first.address]), ("b", [second.address]), ("c", [first.address, second.address])
+            places = (
+                ("a", [first.address]),
+                ("b", [second.address]),
+                ("c", [first.address, second.address]),
+            )
             async with open_memberships(*places) as (a, b, c):
                 await a.announce(member("a"))
                 await b.announce(member("b"))
@@ -218,11 +247,19 @@ def test_an_island_announces_itself_while_no_rendezvous_answers_and_is_known_whe
 
 
 def test_all_addresses_are_named_when_none_answers():
-    with pytest.raises(InputError, match=r"tcp://127.0.0.1:1, tcp://127.0.0.1:2 did not answer within 0.3 s \(.*\)"):
-        run(open_membership(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], "run", A, 1, connect_seconds=0.3))
+    with pytest.raises(
+        InputError, match=r"tcp://127.0.0.1:1, tcp://127.0.0.1:2 did not answer within 0.3 s \(.*\)"
+    ):
+        run(
+            open_membership(
+                ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], "run", A, 1, connect_seconds=0.3
+            )
+        )
 
 
-def test_a_restarted_island_takes_its_place_at_once_and_its_old_process_does_not_take_it_back(caplog):
+def test_a_restarted_island_takes_its_place_at_once_and_its_old_process_does_not_take_it_back(
+    caplog,
+):
     async def refused() -> bool:
         return any("was restarted" in r.message for r in caplog.records)
 

@@ -65,7 +65,9 @@ def test_one_participants_part_is_the_result(name: str) -> None:
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 9])
 def test_parts_of_zeros_give_zeros(name: str, num_parts: int) -> None:
     parts = [torch.zeros(100)] * num_parts
-    assert torch.equal(rule_of(name)(parts, equal_weights(parts), torch.zeros(100)), torch.zeros(100))
+    assert torch.equal(
+        rule_of(name)(parts, equal_weights(parts), torch.zeros(100)), torch.zeros(100)
+    )
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -92,7 +94,11 @@ def test_who_weighs_nothing_has_no_say(name: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("has_last", [False, True])
 def test_the_order_of_participants_does_not_matter(name: str, has_last: bool) -> None:
-    parts, weights, last = parts_of(7), weights_of([1, 2, 3, 4, 5, 6, 7]), parts_of(1)[0] if has_last else None
+    parts, weights, last = (
+        parts_of(7),
+        weights_of([1, 2, 3, 4, 5, 6, 7]),
+        parts_of(1)[0] if has_last else None,
+    )
     order = [4, 2, 6, 0, 5, 1, 3]
     turned = rule_of(name)([parts[i] for i in order], [weights[i] for i in order], last)
     assert near(turned, rule_of(name)(parts, weights, last), 1e-6)
@@ -131,7 +137,9 @@ def test_without_an_attacker_the_result_is_near_the_mean(name: str) -> None:
 @pytest.mark.parametrize("name", ROBUST)
 @pytest.mark.parametrize("factor", [-10.0, 1e30])
 @pytest.mark.parametrize("has_last", [False, True])
-def test_one_of_eight_cannot_carry_the_result_away(name: str, factor: float, has_last: bool) -> None:
+def test_one_of_eight_cannot_carry_the_result_away(
+    name: str, factor: float, has_last: bool
+) -> None:
     parts, last = parts_of(8, 4096), parts_of(1, 4096)[0] if has_last else None
     honest = weighted_mean(parts[:7], equal_weights(parts[:7]))
     result = rule_of(name)([*parts[:3], parts[7] * factor, *parts[3:7]], equal_weights(parts), last)
@@ -148,7 +156,8 @@ def test_one_of_eight_does_carry_the_mean_away() -> None:
 
 @pytest.mark.parametrize("name", ROBUST)
 def test_a_majority_that_has_nothing_to_say_is_not_overruled(name: str) -> None:
-    # A parameter that only one island's data reaches, or one island's lie: five of seven send zeros.
+    # A parameter that only one island's data reaches, or one island's lie: five of seven send
+    # zeros.
     parts = [torch.zeros(100)] * 5 + [torch.full((100,), HUGE), torch.full((100,), -1.0)]
     assert torch.equal(rule_of(name, trim=0.3)(parts, equal_weights(parts), None), torch.zeros(100))
 
@@ -159,7 +168,7 @@ def test_huge_values_of_all_stay_finite(name: str) -> None:
     assert bool(rule_of(name)(parts, equal_weights(parts), None).isfinite().all())
 
 
-# -- trimmed mean -------------------------------------------------------------------------------------------
+# -- trimmed mean ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,7 +210,10 @@ def test_the_trimmed_mean_is_the_weighted_mean_of_those_between() -> None:
     values = np.stack([part.numpy() for part in parts]).astype(np.float64)
     kept = np.argsort(values, axis=0)[2:-2]
     shares = np.broadcast_to(np.array(weights)[:, None], values.shape)
-    kept_values, kept_shares = np.take_along_axis(values, kept, 0), np.take_along_axis(shares, kept, 0)
+    kept_values, kept_shares = (
+        np.take_along_axis(values, kept, 0),
+        np.take_along_axis(shares, kept, 0),
+    )
     expected = (kept_values * kept_shares).sum(0) / kept_shares.sum(0)
     result = trimmed_mean(parts, weights, None, trim=0.2)
     assert np.allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)
@@ -213,7 +225,7 @@ def test_of_two_the_trimmed_mean_and_the_geometric_median_are_the_mean() -> None
         assert torch.equal(rule_of(name)(parts, weights, None), weighted_mean(parts, weights))
 
 
-# -- sorting ------------------------------------------------------------------------------------------------
+# -- sorting ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_rows", range(1, 11))
@@ -233,18 +245,21 @@ def test_the_coordinate_median_is_numpys(num_parts: int) -> None:
     assert np.allclose(coordinate_median(parts).numpy(), expected, rtol=1e-6, atol=1e-7)
 
 
-# -- geometric median ---------------------------------------------------------------------------------------
+# -- geometric median ------------------------------------------------------------------------------
 
 
 def spread(parts: Sequence[torch.Tensor], weights: Sequence[float], at: torch.Tensor) -> float:
     """The objective that the geometric median minimises."""
     return sum(
-        weight * float((part.double() - at.double()).norm()) for part, weight in zip(parts, weights, strict=True)
+        weight * float((part.double() - at.double()).norm())
+        for part, weight in zip(parts, weights, strict=True)
     )
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_point_nearby_has_a_smaller_sum_of_distances_than_the_geometric_median(seed: int) -> None:
+def test_no_point_nearby_has_a_smaller_sum_of_distances_than_the_geometric_median(
+    seed: int,
+) -> None:
     # In few dimensions, where the median is far from the mean.
     parts, weights = parts_of(7, 3, seed), weights_of([1, 2, 3, 1, 2, 3, 1])
     found = geometric_median(parts, weights, None)
@@ -261,19 +276,21 @@ def test_an_island_with_more_than_half_of_the_tokens_is_the_geometric_median() -
     assert near(geometric_median(parts, weights_of([1, 1, 10, 1, 1]), None), parts[2], 1e-4)
 
 
-# -- centered clip ------------------------------------------------------------------------------------------
+# -- centered clip ---------------------------------------------------------------------------------
 
 
 def test_centered_clipping_starts_at_the_last_mean() -> None:
     # Three say one thing, two another: around the last mean of the three, the two are clipped away.
     left, right = torch.full((10,), 1.0), torch.full((10,), -1.0)
     parts = [left, left, left, right, right]
-    results = [rule_of("centered_clip")(parts, equal_weights(parts), last) for last in (left, right)]
+    results = [
+        rule_of("centered_clip")(parts, equal_weights(parts), last) for last in (left, right)
+    ]
     assert near(results[0], left, 1e-6)
     assert not near(results[1], left, 0.1)
 
 
-# -- radial -------------------------------------------------------------------------------------------------
+# -- radial ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_parts", [2, 8, 16])
@@ -305,7 +322,7 @@ def test_directions_that_cancel_give_the_mean() -> None:
     assert torch.equal(radial(parts, [0.5, 0.5], None), weighted_mean(parts, [0.5, 0.5]))
 
 
-# -- contributors -----------------------------------------------------------------------------------------------
+# -- contributors ----------------------------------------------------------------------------------
 
 
 def test_contributors_divides_each_element_by_the_weights_of_those_who_sent_it() -> None:

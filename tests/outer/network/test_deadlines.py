@@ -5,7 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from outer.network.deadlines import DEFAULT_FLOOR_SECONDS, FLOORS, MAX_FIRST_SECONDS, SPREAD, Deadlines
+from outer.network.deadlines import (
+    DEFAULT_FLOOR_SECONDS,
+    FLOORS,
+    MAX_FIRST_SECONDS,
+    SPREAD,
+    Deadlines,
+)
 
 
 def test_more_islands_are_waited_for_longer():
@@ -35,7 +41,9 @@ def test_a_call_has_a_first_limit_of_its_own_unless_the_users_is_shorter() -> No
 
 
 @pytest.mark.parametrize("kind,floor", [*FLOORS.items(), ("other", DEFAULT_FLOOR_SECONDS)])
-def test_steady_waits_give_their_median_and_the_floor_of_their_kind(kind: str, floor: float) -> None:
+def test_steady_waits_give_their_median_and_the_floor_of_their_kind(
+    kind: str, floor: float
+) -> None:
     assert make_deadlines(2.0, 2.0, 2.0, 2.5, kind=kind).limit(kind) == 2.0 + floor
 
 
@@ -78,7 +86,13 @@ def test_the_grace_is_a_round_shared_by_those_who_wait() -> None:
 
 def test_whoever_has_missed_rounds_is_waited_for_in_proportion_and_two_rounds_at_most() -> None:
     deadlines = make_deadlines(60.0, 60.0, 60.0, kind="round")
-    assert [deadlines.grace(4, 1, missed) for missed in (1, 2, 4, 8, 16)] == [15.0, 30.0, 60.0, 120.0, 120.0]
+    assert [deadlines.grace(4, 1, missed) for missed in (1, 2, 4, 8, 16)] == [
+        15.0,
+        30.0,
+        60.0,
+        120.0,
+        120.0,
+    ]
     assert deadlines.grace(1, 5, 4) == 300.0, "five that are absent are waited for as long as ever"
 
 

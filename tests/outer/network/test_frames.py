@@ -105,7 +105,12 @@ def test_a_frame_arrives_as_it_was_sent_and_both_sides_count_it(num_bytes):
 
         async def accept(reader, writer):
             stream = FrameStream(reader, writer, RUN, received)
-            arrived.set_result((await read_hello(stream, Endpoint("b", 0), PeerAuth()), await stream.read(num_bytes)))
+            arrived.set_result(
+                (
+                    await read_hello(stream, Endpoint("b", 0), PeerAuth()),
+                    await stream.read(num_bytes),
+                )
+            )
             stream.close()
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)

@@ -1,4 +1,6 @@
-"""What an attacker who holds the run key cannot do: it speaks the real wire with an island key of its own."""
+"""What an attacker who holds the run key cannot do: it speaks the real wire with an island key of
+its own.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +11,13 @@ import pytest
 from outer.connect.settings import Network
 from outer.errors import InputError, MessageError, PeerLost, TransportError
 from outer.identity import access
-from outer.membership.records import SLACK_MS, Announcement, open_records, sign_record, sign_withdrawal
+from outer.membership.records import (
+    SLACK_MS,
+    Announcement,
+    open_records,
+    sign_record,
+    sign_withdrawal,
+)
 from outer.network.endpoints import Endpoint, Kind
 from outer.network.frames import Header, hash_names, pack_header
 from outer.network.run_key import PeerAuth, RunKey
@@ -47,7 +55,9 @@ async def call(caller: Network, callee: Network) -> bytes:
 
 
 async def is_told(caller: Network, callee: Network, text: str) -> None:
-    """Call, in vain, until the reason is told. It may be lost once: it crosses the call that breaks the pipe."""
+    """Call, in vain, until the reason is told. It may be lost once: it crosses the call that breaks
+    the pipe.
+    """
     reasons: list[str] = []
 
     async def is_refused() -> bool:
@@ -109,8 +119,13 @@ def test_a_record_of_another_key_does_not_displace_an_islands_own(kind):
             with pytest.raises(InputError, match="'b' is in the run already"):
                 await thief.membership.announce(member("b", identity=THIEF.public))
             if kind == "hivemind":  # it need not ask
-                auth, body = PeerAuth(KEY, island=THIEF), member("b", identity=THIEF.public, round=9).encode()
-                await store_record(thief.membership._dht, "run", auth, "b", body, get_dht_time() + 60)
+                auth, body = (
+                    PeerAuth(KEY, island=THIEF),
+                    member("b", identity=THIEF.public, round=9).encode(),
+                )
+                await store_record(
+                    thief.membership._dht, "run", auth, "b", body, get_dht_time() + 60
+                )
                 await a.membership.members()
                 await has_counted(a, "name")
             assert await a.membership.members() == {"a": member("a"), "b": member("b")}
@@ -118,7 +133,9 @@ def test_a_record_of_another_key_does_not_displace_an_islands_own(kind):
             assert restarted.membership is not None
             restarted.names.is_newest("b", 1)  # its folder remembers that it has been in the run
             await restarted.membership.announce(member("b", "11111111"))
-            await wait_for(a.membership.members, {"a": member("a"), "b": member("b", "11111111")}, seconds=20)
+            await wait_for(
+                a.membership.members, {"a": member("a"), "b": member("b", "11111111")}, seconds=20
+            )
 
     run(main())
 
@@ -157,12 +174,18 @@ def test_a_value_in_the_dht_can_be_changed_by_its_owner_only():
             await b.membership.announce(member("b"))
             dht, later, body = a.membership._dht, get_dht_time() + 60, member("b", round=7).encode()
             subkey = f"b@{key_of('b').public}"
-            assert not await dht.store("run/members", body, later, subkey=subkey), "signed by a, and owned by b"
+            assert not await dht.store("run/members", body, later, subkey=subkey), (
+                "signed by a, and owned by b"
+            )
             assert not await dht.store("run/members", body, later, subkey="b"), "owned by nobody"
-            assert not await dht.store("run/members", body, later), "a value in the place of all records"
+            assert not await dht.store("run/members", body, later), (
+                "a value in the place of all records"
+            )
             auth = PeerAuth(KEY, island=key_of("a"))
             await store_record(dht, "run", auth, "a", member("a").encode(), get_dht_time() + 1e6)
-            assert await a.membership.members() == {"b": member("b")}, "nothing is stored for so long"
+            assert await a.membership.members() == {"b": member("b")}, (
+                "nothing is stored for so long"
+            )
 
     run(main())
 
@@ -219,7 +242,10 @@ def test_a_ban_ends_an_open_connection_and_hides_the_record(kind, tmp_path, monk
 
     async def main() -> None:
         async with swarm(kind, run_key=KEY) as place:
-            a, b = await place.open(A, run_key=KEY, ban_files=[tmp_path / "banned"]), await place.open(B, run_key=KEY)
+            a, b = (
+                await place.open(A, run_key=KEY, ban_files=[tmp_path / "banned"]),
+                await place.open(B, run_key=KEY),
+            )
             assert a.membership and b.membership
             for network in (a, b):
                 network.messenger.serve("echo", echo)
@@ -239,7 +265,9 @@ def test_a_ban_ends_an_open_connection_and_hides_the_record(kind, tmp_path, monk
 
 
 def test_one_member_cannot_read_the_keys_of_a_connection_between_two_others():
-    """A member in the middle forwards the handshake; what it then adds is refused, although it holds the run key."""
+    """A member in the middle forwards the handshake; what it then adds is refused, although it
+    holds the run key.
+    """
 
     async def main() -> None:
         async with open_three("gloo") as (_, a, b):
@@ -255,7 +283,9 @@ def test_one_member_cannot_read_the_keys_of_a_connection_between_two_others():
             async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 back, forth = await asyncio.open_connection(host, int(port))
                 to_a.append(forth)
-                pumps.extend(asyncio.create_task(w) for w in (forward(reader, forth), forward(back, writer)))
+                pumps.extend(
+                    asyncio.create_task(w) for w in (forward(reader, forth), forward(back, writer))
+                )
 
             server = await asyncio.start_server(accept, "127.0.0.1", 0)
             middle = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -17,12 +17,18 @@ all_kinds = pytest.mark.parametrize("kind", KINDS)
 B1 = Endpoint("b", 1)
 
 
-async def call(caller: Network, callee: Network, kind: str, body: bytes, seconds: float = 10) -> bytes:
-    return await caller.messenger.call(callee.messenger.address, kind, body, timeout_seconds=seconds)
+async def call(
+    caller: Network, callee: Network, kind: str, body: bytes, seconds: float = 10
+) -> bytes:
+    return await caller.messenger.call(
+        callee.messenger.address, kind, body, timeout_seconds=seconds
+    )
 
 
 def with_stranger(
-    test: Callable[[Network, asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]],
+    test: Callable[
+        [Network, asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]
+    ],
 ) -> None:
     """Run a test with island a and a plain connection to the socket at which it answers calls."""
 
@@ -58,7 +64,9 @@ def test_every_rank_of_an_island_answers_its_own_calls(kind):
         async with swarm(kind) as place:
             a, b0, b1 = await place.open(A), await place.open(B), await place.open(B1)
             for network, name in ((b0, b"0"), (b1, b"1")):
-                network.messenger.serve("rank", lambda source, body, name=name: _answer(source, name))
+                network.messenger.serve(
+                    "rank", lambda source, body, name=name: _answer(source, name)
+                )
             calls_ = [call(a, n, "rank", b"") for n in (b0, b1)]
             assert await asyncio.gather(*calls_) == [b"0", b"1"]
 
@@ -180,7 +188,9 @@ def test_an_address_that_cannot_be_reached_is_a_lost_peer(kind, address):
 
 
 @pytest.mark.parametrize("is_heard", [False, True], ids=["silent", "heard"])
-def test_who_does_not_answer_is_dialled_anew_for_bulk_too_unless_something_came_there(is_heard: bool):
+def test_who_does_not_answer_is_dialled_anew_for_bulk_too_unless_something_came_there(
+    is_heard: bool,
+):
     async def test(a: Network, b: Network) -> None:
         async def hang(source: Endpoint, body: bytes) -> bytes:
             began.set()
@@ -269,11 +279,26 @@ HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=len(WORDS)), RUN) + WORDS
     ("raw", "peer", "kind", "text"),
     [
         (bytes(HEADER_BYTES), "127.0.0.1", "header", "not a frame of diloco: it begins with 0000"),
-        (b"DLCO\x01" + HELLO[5:], "127.0.0.1", "version", "a frame of version 1, and this island speaks version 11"),
+        (
+            b"DLCO\x01" + HELLO[5:],
+            "127.0.0.1",
+            "version",
+            "a frame of version 1, and this island speaks version 11",
+        ),
         (HELLO[:6] + bytes(8) + HELLO[14:], "127.0.0.1", "run", "another run"),
         (HELLO.replace(b'"b"', b'"/"'), "127.0.0.1", "header", "not a Hello: island"),
-        (pack_header(Header(Kind.HELLO, 0, num_bytes=2000), RUN) + bytes(2000), "127.0.0.1", "size", "2000 bytes, at"),
-        (pack_header(Header(Kind.CALL, 0), RUN), "127.0.0.1", "header", "begins with CALL, HELLO expected"),
+        (
+            pack_header(Header(Kind.HELLO, 0, num_bytes=2000), RUN) + bytes(2000),
+            "127.0.0.1",
+            "size",
+            "2000 bytes, at",
+        ),
+        (
+            pack_header(Header(Kind.CALL, 0), RUN),
+            "127.0.0.1",
+            "header",
+            "begins with CALL, HELLO expected",
+        ),
         (HELLO, "b/0 at 127.0.0.1", "none", ""),
         (HELLO + b"DLCO", "b/0 at 127.0.0.1", "truncated", "within a header"),
         (HELLO[:-1], "127.0.0.1", "truncated", "within a frame"),
@@ -298,8 +323,16 @@ def test_what_is_refused_is_counted_with_peer_and_reason(raw, peer, kind, text):
     ("raw", "kind", "text"),
     [
         (b"DLCO", "truncated", "within a header"),
-        (pack_header(Header(Kind.CALL, num_bytes=1 << 40), RUN), "size", "1099511627776 bytes, at most"),
-        (pack_header(Header(Kind.CALL, num_bytes=2), RUN) + b"\x01a" + bytes(16), "forged", "altered"),
+        (
+            pack_header(Header(Kind.CALL, num_bytes=1 << 40), RUN),
+            "size",
+            "1099511627776 bytes, at most",
+        ),
+        (
+            pack_header(Header(Kind.CALL, num_bytes=2), RUN) + b"\x01a" + bytes(16),
+            "forged",
+            "altered",
+        ),
     ],
 )
 def test_what_is_refused_after_the_handshake_is_counted_with_peer_and_reason(raw, kind, text):

@@ -48,7 +48,9 @@ def test_an_island_at_one_host_has_so_many_connections(monkeypatch: pytest.Monke
     )
 
 
-def test_bodies_of_one_peer_wait_for_each_other_and_not_for_those_of_another(monkeypatch: pytest.MonkeyPatch):
+def test_bodies_of_one_peer_wait_for_each_other_and_not_for_those_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(rejections, "MAX_HELD_BYTES_OF_PEER", 100)
 
     async def main() -> None:

@@ -1,4 +1,6 @@
-"""What a rank holds of replies: of those that its callers do not take, and of those that come back to it."""
+"""What a rank holds of replies: of those that its callers do not take, and of those that come back
+to it.
+"""
 
 import asyncio
 
@@ -24,8 +26,17 @@ def test_a_reply_that_is_longer_than_the_caller_expects_is_not_taken(kind):
             b.messenger.serve("part", send_mebibyte)
             own, address = a.messenger, b.messenger.address
             with pytest.raises(PeerLost):
-                await own.call(address, "part", b"", timeout_seconds=10, lane="bulk", longest=MiB - 1)
-            assert len(await own.call(address, "part", b"", timeout_seconds=10, lane="bulk", longest=MiB)) == MiB
+                await own.call(
+                    address, "part", b"", timeout_seconds=10, lane="bulk", longest=MiB - 1
+                )
+            assert (
+                len(
+                    await own.call(
+                        address, "part", b"", timeout_seconds=10, lane="bulk", longest=MiB
+                    )
+                )
+                == MiB
+            )
 
     run(main())
 
@@ -34,7 +45,9 @@ async def send_mebibyte(source: Endpoint, body: bytes) -> bytes:
     return bytes(MiB)
 
 
-def test_a_caller_that_does_not_take_its_replies_fills_no_memory_and_others_are_answered(monkeypatch):
+def test_a_caller_that_does_not_take_its_replies_fills_no_memory_and_others_are_answered(
+    monkeypatch,
+):
     monkeypatch.setattr(rejections, "MAX_REPLIES_OF_PEER", 4 * MiB)
     made: list[str] = []
 
@@ -48,13 +61,20 @@ def test_a_caller_that_does_not_take_its_replies_fills_no_memory_and_others_are_
             b.messenger.serve("part", part)
             thief = (await place.open(Endpoint("thief", 0))).messenger
             assert isinstance(thief, StreamMessenger)
-            await thief.call(b.messenger.address, "part", b"", timeout_seconds=10)  # how long it is, is known now
+            await thief.call(
+                b.messenger.address, "part", b"", timeout_seconds=10
+            )  # how long it is, is known now
             streams = [await open_stream(thief, b.messenger.address) for _ in range(4)]
             for number in range(1, 40):
                 for stream in streams:
                     await stream.write(Header(Kind.CALL, request=number), b"\4part")
             for _ in range(3):
-                assert len(await a.messenger.call(b.messenger.address, "part", b"", timeout_seconds=10)) == MiB
+                assert (
+                    len(
+                        await a.messenger.call(b.messenger.address, "part", b"", timeout_seconds=10)
+                    )
+                    == MiB
+                )
             # What fits into the sockets has left the process.
             assert made.count("thief") < 4 + 4 * 8
             for stream in streams:

@@ -40,7 +40,9 @@ def test_an_error_of_an_attempt_ends_the_retry():
 def test_a_change_wakes_every_task_that_waits_for_its_condition():
     async def main() -> None:
         signal, state = ChangeSignal(), set()
-        waits = [asyncio.create_task(signal.wait_until(lambda n=n: n in state, 60)) for n in range(3)]
+        waits = [
+            asyncio.create_task(signal.wait_until(lambda n=n: n in state, 60)) for n in range(3)
+        ]
         await asyncio.sleep(0)
         state.update({0, 1})
         signal.notify()

@@ -24,11 +24,15 @@ strangers = pytest.mark.parametrize(("ours", "theirs"), [(KEY, OTHER), (KEY, Non
 
 async def open_network_with(place: Swarm, me: Endpoint, **changes) -> Network:
     """Open a network of the swarm with other settings. With gloo its rendezvous holds its key."""
-    rendezvous = serve_rendezvous("127.0.0.1", 0, changes.get("run_key")) if place.kind == "gloo" else None
+    rendezvous = (
+        serve_rendezvous("127.0.0.1", 0, changes.get("run_key")) if place.kind == "gloo" else None
+    )
     bootstrap = [rendezvous.address] if rendezvous else place.bootstrap
     own = {"island_key": key_of(me.island), "connect_seconds": 20} | changes
     try:
-        network = await open_network(place.kind, NetworkSettings("run", me.island, me.rank, bootstrap, **own))
+        network = await open_network(
+            place.kind, NetworkSettings("run", me.island, me.rank, bootstrap, **own)
+        )
     finally:
         if rendezvous:  # these tests need the rendezvous only to open the network
             await asyncio.to_thread(rendezvous.close)
@@ -39,7 +43,9 @@ async def open_network_with(place: Swarm, me: Endpoint, **changes) -> Network:
 
 
 async def wait_for_rejection(network: Network, seconds: float = 5) -> None:
-    """Wait until the network has counted a rejection, because the rejected side may notice it earlier."""
+    """Wait until the network has counted a rejection, because the rejected side may notice it
+    earlier.
+    """
     async with asyncio.timeout(seconds):
         while not network.rejections.total:
             await asyncio.wait({asyncio.create_task(asyncio.Event().wait())}, timeout=0.01)
@@ -54,7 +60,17 @@ def test_a_key_is_the_same_on_every_island_and_for_no_two_purposes(tmp_path):
         (tmp_path / name).write_text(text)
     a, b = (read_run_key(tmp_path / name) for name in "ab")
     assert a.derive("x", b"1") == b.derive("x", b"1")
-    assert len({a.derive("x", b"1"), a.derive("x1", b""), a.derive("x", b"", b"1"), OTHER.derive("x", b"1")}) == 4
+    assert (
+        len(
+            {
+                a.derive("x", b"1"),
+                a.derive("x1", b""),
+                a.derive("x", b"", b"1"),
+                OTHER.derive("x", b"1"),
+            }
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n", b"fifteen bytes.."])
@@ -101,9 +117,15 @@ def test_a_sealed_record_opens_with_its_key_and_purpose_alone():
 def test_islands_with_the_same_key_call_and_exchange_payloads(kind):
     async def main() -> None:
         async with swarm(kind) as place:
-            a, b = await open_network_with(place, A, run_key=KEY), await open_network_with(place, B, run_key=KEY)
+            a, b = (
+                await open_network_with(place, A, run_key=KEY),
+                await open_network_with(place, B, run_key=KEY),
+            )
             b.messenger.serve("echo", echo)
-            assert await a.messenger.call(b.messenger.address, "echo", b"x" * 999, timeout_seconds=10) == b"x" * 999
+            assert (
+                await a.messenger.call(b.messenger.address, "echo", b"x" * 999, timeout_seconds=10)
+                == b"x" * 999
+            )
             await connect({A: a, B: b}, "1")
             for part, num_bytes in enumerate([0, 1, 3 << 20]):
                 sending = a.transport.send(B, tag(part), payload(num_bytes))
@@ -120,7 +142,10 @@ def test_islands_with_the_same_key_call_and_exchange_payloads(kind):
 def test_a_call_between_unequal_keys_is_refused_on_both_sides_by_name(kind, ours, theirs):
     async def main() -> None:
         async with swarm(kind) as place:
-            a, b = await open_network_with(place, A, run_key=ours), await open_network_with(place, B, run_key=theirs)
+            a, b = (
+                await open_network_with(place, A, run_key=ours),
+                await open_network_with(place, B, run_key=theirs),
+            )
             b.messenger.serve("echo", echo)
             with pytest.raises(PeerLost, match=r"run.key"):
                 await a.messenger.call(b.messenger.address, "echo", b"", timeout_seconds=10)
@@ -137,14 +162,19 @@ def test_a_call_between_unequal_keys_is_refused_on_both_sides_by_name(kind, ours
 def test_payloads_between_unequal_keys_are_refused_on_both_sides_by_name(ours, theirs):
     async def main() -> None:
         async with swarm("hivemind") as place:
-            a, b = await open_network_with(place, A, run_key=ours), await open_network_with(place, B, run_key=theirs)
+            a, b = (
+                await open_network_with(place, A, run_key=ours),
+                await open_network_with(place, B, run_key=theirs),
+            )
             addresses = {A: a.transport.address, B: b.transport.address}
             joining = [n.transport.connect("1", addresses) for n in (a, b)]
             errors = await asyncio.gather(*joining, return_exceptions=True)
             assert [type(e) for e in errors] == [PeerLost, PeerLost]
             assert all("run key" in str(e) for e in errors)
             await wait_for_rejection(b)
-            assert {(peer[:8], kind) for peer, kind, *_ in b.rejections.drain()} == {("a/0 at 1", "key")}
+            assert {(peer[:8], kind) for peer, kind, *_ in b.rejections.drain()} == {
+                ("a/0 at 1", "key")
+            }
 
     run(main())
 
@@ -153,7 +183,10 @@ def test_payloads_between_unequal_keys_are_refused_on_both_sides_by_name(ours, t
 def test_records_and_config_of_another_key_stay_hidden(ours, theirs):
     async def main() -> None:
         async with swarm("hivemind") as place:
-            a, b = await open_network_with(place, A, run_key=ours), await open_network_with(place, B, run_key=theirs)
+            a, b = (
+                await open_network_with(place, A, run_key=ours),
+                await open_network_with(place, B, run_key=theirs),
+            )
             assert a.membership is not None
             assert b.membership is not None
             await a.membership.announce(member("a"))
@@ -177,7 +210,9 @@ def test_a_frame_sent_twice_is_refused():
             frame = proxy.taken[-1]
             proxy.inject(frame)
             await wait_for_rejection(b)
-            assert [(peer, kind) for peer, kind, *_ in b.rejections.drain()] == [("a/0 at 127.0.0.1", "forged")]
+            assert [(peer, kind) for peer, kind, *_ in b.rejections.drain()] == [
+                ("a/0 at 127.0.0.1", "forged")
+            ]
             assert called == [b"first"]
 
     run(main())
@@ -189,7 +224,9 @@ def test_a_recorded_connection_is_refused_when_it_is_played_again():
             _, writer = await asyncio.open_connection(*proxy.target)
             writer.write(b"".join(proxy.taken))
             await wait_for_rejection(b)
-            assert [(peer, kind) for peer, kind, *_ in b.rejections.drain()] == [("a/0 at 127.0.0.1", "key")]
+            assert [(peer, kind) for peer, kind, *_ in b.rejections.drain()] == [
+                ("a/0 at 127.0.0.1", "key")
+            ]
             assert called == [b"first"]
             writer.close()
 
@@ -200,11 +237,15 @@ def test_a_recorded_connection_is_refused_when_it_is_played_again():
 def test_an_altered_frame_is_refused(index):
     async def main() -> None:
         async with call_through_proxy() as (b, proxy, called):
-            proxy.change = lambda frame: frame[:index] + bytes([frame[index] ^ 1]) + frame[index:][1:]
+            proxy.change = lambda frame: (
+                frame[:index] + bytes([frame[index] ^ 1]) + frame[index:][1:]
+            )
             with pytest.raises(PeerLost):
                 await proxy.call(b"second")
             await wait_for_rejection(b)
-            assert [(peer, kind) for peer, kind, *_ in b.rejections.drain()] == [("a/0 at 127.0.0.1", "forged")]
+            assert [(peer, kind) for peer, kind, *_ in b.rejections.drain()] == [
+                ("a/0 at 127.0.0.1", "forged")
+            ]
             assert called == [b"first"]
 
     run(main())
@@ -228,7 +269,9 @@ def test_a_frame_left_out_is_noticed_at_the_next():
 
 
 class Proxy:
-    """A proxy between the caller a and b. Each write of a holds one or more frames and may be changed or repeated."""
+    """A proxy between the caller a and b. Each write of a holds one or more frames and may be
+    changed or repeated.
+    """
 
     def __init__(self, caller: Network, target: tuple[str, int]) -> None:
         self.target, self._caller = target, caller
@@ -241,7 +284,9 @@ class Proxy:
 
     async def call(self, body: bytes, timeout_seconds: float = 5) -> bytes:
         address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return await self._caller.messenger.call(address, "echo", body, timeout_seconds=timeout_seconds)
+        return await self._caller.messenger.call(
+            address, "echo", body, timeout_seconds=timeout_seconds
+        )
 
     def inject(self, frame: bytes) -> None:
         self._to_target.write(frame)
@@ -253,7 +298,9 @@ class Proxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back, self._to_target = await asyncio.open_connection(*self.target)
-        self._pumps = [asyncio.create_task(work) for work in (self._forth(reader), self._back(back, writer))]
+        self._pumps = [
+            asyncio.create_task(work) for work in (self._forth(reader), self._back(back, writer))
+        ]
         await asyncio.wait(self._pumps)
 
     async def _forth(self, reader: asyncio.StreamReader) -> None:
@@ -274,7 +321,9 @@ class Proxy:
 
 @asynccontextmanager
 async def call_through_proxy() -> AsyncIterator[tuple[Network, Proxy, list[bytes]]]:
-    """Yields b, a proxy through which a has called it once, and the bodies of all calls that b has answered."""
+    """Yields b, a proxy through which a has called it once, and the bodies of all calls that b has
+    answered.
+    """
     called: list[bytes] = []
 
     async def note(source: Endpoint, body: bytes) -> bytes:
@@ -282,7 +331,10 @@ async def call_through_proxy() -> AsyncIterator[tuple[Network, Proxy, list[bytes
         return body
 
     async with swarm("gloo") as place:
-        a, b = await open_network_with(place, A, run_key=KEY), await open_network_with(place, B, run_key=KEY)
+        a, b = (
+            await open_network_with(place, A, run_key=KEY),
+            await open_network_with(place, B, run_key=KEY),
+        )
         b.messenger.serve("echo", note)
         host, _, port = b.messenger.address.partition(":")
         proxy = Proxy(a, (host, int(port)))
@@ -299,7 +351,11 @@ def test_refusals_are_counted_by_kind_and_drained_once():
     for peer, kind in [("a", "key"), ("a", "key"), ("b", "key"), ("b", "size")]:
         rejections.add(peer, kind, f"{peer} {kind}")
     assert rejections.total == 4
-    assert rejections.drain() == [("a", "key", "a key", 2), ("b", "key", "b key", 1), ("b", "size", "b size", 1)]
+    assert rejections.drain() == [
+        ("a", "key", "a key", 2),
+        ("b", "key", "b key", 1),
+        ("b", "size", "b size", 1),
+    ]
     rejections.add("b", "size", "again")
     assert rejections.drain() == [("b", "size", "again", 1)]
     assert rejections.drain() == []

@@ -19,7 +19,9 @@ async def on_tell(source: Endpoint, body: bytes) -> bytes:
 
 
 @NETWORKS
-def test_a_caller_is_closed_and_refused_by_its_key_after_a_few_malformed_messages(kind: str) -> None:
+def test_a_caller_is_closed_and_refused_by_its_key_after_a_few_malformed_messages(
+    kind: str,
+) -> None:
     async def main() -> None:
         async with swarm(kind) as place:
             wrong, island, honest = [(await place.open(each)).messenger for each in (A, B, C)]
@@ -51,9 +53,13 @@ def test_an_island_that_answers_malformed_replies_is_called_no_more(kind: str) -
             tell = Tell(round=1, has_all=True)
             for _ in range(MAX_MALFORMED):
                 with pytest.raises(MessageError, match="a TellReply"):
-                    await call_message(island, wrong.address, "tell", tell, TellReply, timeout_seconds=10)
+                    await call_message(
+                        island, wrong.address, "tell", tell, TellReply, timeout_seconds=10
+                    )
             with pytest.raises(PeerLost):
-                await call_message(island, wrong.address, "tell", tell, TellReply, timeout_seconds=10)
+                await call_message(
+                    island, wrong.address, "tell", tell, TellReply, timeout_seconds=10
+                )
 
     run(main())
 
@@ -72,8 +78,13 @@ def test_a_refusal_is_no_malformed_message() -> None:
 def test_a_suspension_ends_and_messages_far_apart_do_not_begin_one() -> None:
     now = 0.0
     suspensions = Suspensions(clock=lambda: now)
-    assert [suspensions.add("key") for _ in range(MAX_MALFORMED)] == [False] * (MAX_MALFORMED - 1) + [True]
-    assert suspensions.seconds_left("key") == SUSPENDED_SECONDS and suspensions.seconds_left("other") == 0
+    assert [suspensions.add("key") for _ in range(MAX_MALFORMED)] == [False] * (
+        MAX_MALFORMED - 1
+    ) + [True]
+    assert (
+        suspensions.seconds_left("key") == SUSPENDED_SECONDS
+        and suspensions.seconds_left("other") == 0
+    )
     now = SUSPENDED_SECONDS
     assert suspensions.seconds_left("key") == 0
     for _ in range(2 * MAX_MALFORMED):

@@ -13,7 +13,9 @@ RATES = st.lists(st.integers(1, 10**6), min_size=3, max_size=12)
 
 def seconds(shares: list[Fraction], rates: list[int]) -> Fraction:
     """Time until all have sent everything, for a model of one unit."""
-    return max((1 + share * (len(rates) - 2)) / rate for share, rate in zip(shares, rates, strict=True))
+    return max(
+        (1 + share * (len(rates) - 2)) / rate for share, rate in zip(shares, rates, strict=True)
+    )
 
 
 @given(rates=RATES)
@@ -22,7 +24,9 @@ def test_no_other_shares_would_be_faster(rates: list[int]) -> None:
     shares = reduce_shares(rates)
     assert sum(shares) == 1 and min(shares) >= 0
     # All links together carry 2 n - 2 models, and each carries one.
-    assert seconds(shares, rates) == max(Fraction(2 * len(rates) - 2, sum(rates)), Fraction(1, min(rates)))
+    assert seconds(shares, rates) == max(
+        Fraction(2 * len(rates) - 2, sum(rates)), Fraction(1, min(rates))
+    )
 
 
 @pytest.mark.parametrize("rates", [[5], [7, 3], [9, 9, 9, 9], [100, 0, 100], [0, 0, 0]])
@@ -34,9 +38,19 @@ def test_shares_are_equal_if_rates_are_or_are_not_known(rates: list[int]) -> Non
 
 
 def test_fast_islands_reduce_no_more_than_the_round_needs() -> None:
-    """The link of 20 needs 1/20 in any case; by then the links of 100 can reduce as much as that of 1000."""
+    """The link of 20 needs 1/20 in any case; by then the links of 100 can reduce as much as that of
+    1000.
+    """
     sixth = Fraction(1, 6)
-    assert reduce_shares([1000, 100, 100, 20, 100, 100, 100]) == [sixth, sixth, sixth, 0, sixth, sixth, sixth]
+    assert reduce_shares([1000, 100, 100, 20, 100, 100, 100]) == [
+        sixth,
+        sixth,
+        sixth,
+        0,
+        sixth,
+        sixth,
+        sixth,
+    ]
 
 
 @given(rates=RATES)

@@ -51,7 +51,9 @@ def test_a_group_lasts_while_its_members_are_the_same() -> None:
 
 
 async def epochs_of_two_reduces(names: str, seconds: float, *, is_uneven: bool) -> list[str]:
-    """Of islands whose payloads take `seconds`, over a transport whose connections get uneven, or not."""
+    """Of islands whose payloads take `seconds`, over a transport whose connections get uneven, or
+    not.
+    """
 
     def deliver_late(parcel: Parcel, deliver: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds if parcel.kind == "payload" else 0, deliver)
@@ -213,7 +215,9 @@ class BreaksOnCancel:
 def test_an_abort_leaves_no_error_that_nobody_has_looked_at() -> None:
     async def test() -> None:
         unseen: list[dict] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: unseen.append(context)
+        )
         a, b = islands("ab")
         transport, plan = BreaksOnCancel(), plan_of(a, b)
         attempts = Attempts(transport, a.ranks[0].reducer, a.deadlines)  # pyright: ignore[reportArgumentType]

@@ -46,9 +46,14 @@ FP32 = build_uniform_choice(build_codec("fp32"))
 
 @pytest.mark.parametrize("names", ["ab", "abcd", "abcdefgh"])
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 1.0])
-def test_a_part_is_audited_by_somebody_with_the_probability_of_the_config(names: str, probability: float):
+def test_a_part_is_audited_by_somebody_with_the_probability_of_the_config(
+    names: str, probability: float
+):
     plan = build_plan(names)
-    chosen = [build_auditor(n, probability, seed, FP32).choose(plan, MEANS) for seed, n in enumerate(names)]
+    chosen = [
+        build_auditor(n, probability, seed, FP32).choose(plan, MEANS)
+        for seed, n in enumerate(names)
+    ]
     audited = {part for parts in chosen for part in parts}
     spread = (NUM_PARTS * probability * (1 - probability)) ** 0.5
     assert abs(len(audited) - NUM_PARTS * probability) <= 4 * spread
@@ -57,7 +62,9 @@ def test_a_part_is_audited_by_somebody_with_the_probability_of_the_config(names:
 def test_no_island_audits_what_it_reduced_itself_or_what_all_compute():
     plan = build_plan("abc")
     assert all(part % 3 != 1 for part in build_auditor("b", 1.0, 0, FP32).choose(plan, MEANS))
-    gathered = CodecChoice(build_codec("topk"), build_codec("int8"), build_codec("fp32"), is_gathered=True)
+    gathered = CodecChoice(
+        build_codec("topk"), build_codec("int8"), build_codec("fp32"), is_gathered=True
+    )
     assert build_auditor("b", 1.0, 0, gathered).choose(plan, MEANS) == []
 
 
@@ -80,7 +87,9 @@ def test_an_island_draws_other_parts_each_time():
         ({"gossip": GossipConfig()}, "leave out audit"),
     ],
 )
-def test_a_mean_that_depends_on_what_its_reducer_remembers_cannot_be_audited(changes: dict, text: str):
+def test_a_mean_that_depends_on_what_its_reducer_remembers_cannot_be_audited(
+    changes: dict, text: str
+):
     with pytest.raises(ValidationError, match=text):
         OuterConfig(audit=0.1, **changes)
     OuterConfig(audit=0.0, **changes)
@@ -93,10 +102,14 @@ def test_an_observer_audits_and_is_audited() -> None:
         hub, space = Hub(), Space([Spec("w", (900,))], part_elements=100)
         config = OuterConfig(transport="loopback", audit=1.0)
         codecs = build_codec_choice(config)
-        settings = [NetworkSettings("run", name, 0, hub=hub, island_key=key_of(name)) for name in "abc"]
+        settings = [
+            NetworkSettings("run", name, 0, hub=hub, island_key=key_of(name)) for name in "abc"
+        ]
         networks = [await open_network("loopback", each) for each in settings]
         attempts = [
-            build_attempts(config, codecs, each.me, space, network, Deadlines(GUARD_SECONDS), NO_HOOKS)
+            build_attempts(
+                config, codecs, each.me, space, network, Deadlines(GUARD_SECONDS), NO_HOOKS
+            )
             for each, network in zip(settings, networks, strict=True)
         ]
         participants = [
@@ -109,11 +122,18 @@ def test_an_observer_audits_and_is_audited() -> None:
             )
             for ready, network in zip(build_plan("abc").participants, networks, strict=True)
         ]
-        participants[2] = participants[2].model_copy(update={"listens": True, "tokens": 0, "weight": 0})
+        participants[2] = participants[2].model_copy(
+            update={"listens": True, "tokens": 0, "weight": 0}
+        )
         plan = Plan(round=0, attempt=0, planner="a", participants=participants)
         values = {part.index: torch.randn(part.num_elements) for part in space.parts}
-        means = await asyncio.gather(*(a.run(plan, v) for a, v in zip(attempts, (values, values, {}), strict=True)))
-        assert len({tuple(part_digest(mean[part].payload) for part in sorted(mean)) for mean in means}) == 1
+        means = await asyncio.gather(
+            *(a.run(plan, v) for a, v in zip(attempts, (values, values, {}), strict=True))
+        )
+        assert (
+            len({tuple(part_digest(mean[part].payload) for part in sorted(mean)) for mean in means})
+            == 1
+        )
         for network in networks:
             await network.close()
         return [each.num_audited for each in attempts]

@@ -8,7 +8,10 @@ from outer.reduce.computing import SMALL_ELEMENTS, compute
 
 def test_only_work_on_many_values_leaves_the_thread_of_the_event_loop() -> None:
     async def threads_of_work() -> list[int]:
-        return [await compute(size, threading.get_ident) for size in (SMALL_ELEMENTS, SMALL_ELEMENTS + 1)]
+        return [
+            await compute(size, threading.get_ident)
+            for size in (SMALL_ELEMENTS, SMALL_ELEMENTS + 1)
+        ]
 
     small, large = asyncio.run(threads_of_work())
     assert small == threading.get_ident()

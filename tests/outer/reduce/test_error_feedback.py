@@ -1,4 +1,6 @@
-"""Error feedback, fine tensors, gathered payloads: coding errors are sent in later rounds, after commits only."""
+"""Error feedback, fine tensors, gathered payloads: coding errors are sent in later rounds, after
+commits only.
+"""
 
 import threading
 from functools import partial
@@ -23,10 +25,14 @@ MODEL = partial(layered, scale=200)
 ALL = CodingConfig(top_k=256, chunk_elements=256, value_bits=32)
 
 
-def config(codec: str, num_islands: int = 2, *, feedback: float | None = None, **changes: object) -> OuterConfig:
+def config(
+    codec: str, num_islands: int = 2, *, feedback: float | None = None, **changes: object
+) -> OuterConfig:
     coding = changes.pop("coding", CodingConfig(feedback=feedback))
     fields = {"start_islands": num_islands, "transport": "loopback", "wait_seconds": GUARD_SECONDS}
-    return OuterConfig(**{**fields, "codec": codec, "coding": coding, "optimizer": AVERAGE, **changes})
+    return OuterConfig(
+        **{**fields, "codec": codec, "coding": coding, "optimizer": AVERAGE, **changes}
+    )
 
 
 def digests(num_rounds: int, island: Island) -> list[str]:
@@ -41,13 +47,17 @@ def residuals(island: Island) -> list[dict[int, torch.Tensor]]:
 
 def equal(left: list[dict[int, torch.Tensor]], right: list[dict[int, torch.Tensor]]) -> bool:
     return all(
-        a.keys() == b.keys() and all(torch.equal(a[i], b[i]) for i in a) for a, b in zip(left, right, strict=True)
+        a.keys() == b.keys() and all(torch.equal(a[i], b[i]) for i in a)
+        for a, b in zip(left, right, strict=True)
     )
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
 def test_the_residual_is_the_decayed_sum_of_what_was_not_sent(decay: float) -> None:
-    codec, feedback = build_codec("topk", CodingConfig(top_k=8, chunk_elements=64)), ErrorFeedback(decay)
+    codec, feedback = (
+        build_codec("topk", CodingConfig(top_k=8, chunk_elements=64)),
+        ErrorFeedback(decay),
+    )
     generator = torch.Generator().manual_seed(1)
     expected = torch.zeros(256, dtype=torch.float64)
     for _ in range(12):
@@ -66,7 +76,9 @@ def test_sending_every_element_as_it_is_equals_plain_averaging(feedback: float |
 
     made = config("topk", coding=ALL.model_copy(update={"feedback": feedback}))
     sparse = run_islands(dict.fromkeys("ab", script), made, model=partial(layered, scale=1000))
-    plain = run_islands(dict.fromkeys("ab", script), config("fp32"), model=partial(layered, scale=1000))
+    plain = run_islands(
+        dict.fromkeys("ab", script), config("fp32"), model=partial(layered, scale=1000)
+    )
     torch.testing.assert_close(sparse["a"], plain["a"], rtol=0, atol=1e-6)
     assert torch.equal(sparse["a"], sparse["b"])
 
@@ -122,11 +134,16 @@ def test_a_joiner_has_no_residual_and_commits_equal_digests() -> None:
 def test_fine_tensors_have_parts_of_their_own_at_eight_bits() -> None:
     made = config("stat2")
     codecs = build_codec_choice(made)
-    specs = [Spec(name, tuple(values.shape)) for name, values in MODEL().items()] + [Spec("norm", (9000,))]
+    specs = [Spec(name, tuple(values.shape)) for name, values in MODEL().items()] + [
+        Spec("norm", (9000,))
+    ]
     space = build_space(specs, made)
     for part in space.parts:
         names = {space.name_at(index) for index in range(part.start, part.stop)}
-        is_fine = {len(space.shapes[n]) < 2 or space.shapes[n][0] * space.shapes[n][1] < 4096 for n in names}
+        is_fine = {
+            len(space.shapes[n]) < 2 or space.shapes[n][0] * space.shapes[n][1] < 4096
+            for n in names
+        }
         assert is_fine == {part.is_fine}
         assert codecs.codec_for(part).name == ("int8" if part.is_fine else "stat2")
     assert {part.is_fine for part in space.parts} == {False, True}
@@ -141,14 +158,23 @@ def test_bytes_of_a_round_are_the_codecs_and_its_headers(codec: str) -> None:
         space, codecs = island.outer.replica.space, build_codec_choice(made)
         gathered = [p for p in space.parts if codecs.gathers(p)]
         reduced = [p for p in space.parts if not codecs.gathers(p)]
-        # Of 3 islands, 2 send a reduced part once and its reducer sends the mean twice; a gathered one goes to all.
-        sent = sum(4 * codecs.codec_for(p).num_bytes(p.num_elements) + 4 * HEADER_BYTES for p in reduced)
-        sent += sum(6 * codecs.codec_for(p).num_bytes(p.num_elements) + 6 * HEADER_BYTES for p in gathered)
+        # Of 3 islands, 2 send a reduced part once and its reducer sends the mean twice; a gathered
+        # one goes to all.
+        sent = sum(
+            4 * codecs.codec_for(p).num_bytes(p.num_elements) + 4 * HEADER_BYTES for p in reduced
+        )
+        sent += sum(
+            6 * codecs.codec_for(p).num_bytes(p.num_elements) + 6 * HEADER_BYTES for p in gathered
+        )
         report = island.round()
         return report.bytes_sent, report.bytes_received, sent
 
     found = run_islands(dict.fromkeys("abc", script), made, model=MODEL)
-    assert sum(sent for sent, _, _ in found.values()) == found["a"][2] == sum(got for _, got, _ in found.values())
+    assert (
+        sum(sent for sent, _, _ in found.values())
+        == found["a"][2]
+        == sum(got for _, got, _ in found.values())
+    )
 
 
 def test_both_denominators_of_sparse_payloads_can_be_had_and_differ() -> None:
@@ -160,8 +186,11 @@ def test_both_denominators_of_sparse_payloads_can_be_had_and_differ() -> None:
     moved = {}
     for rule in ("mean", "contributors"):
         made = config("topk", feedback=0.95, merge=MergeConfig(rule=rule))
-        moved[rule] = (run_islands(dict.fromkeys("ab", script), made, model=MODEL)["a"] - start).norm()
-    # Two islands seldom pick the same elements: the mean over all halves what the mean over contributors keeps.
+        moved[rule] = (
+            run_islands(dict.fromkeys("ab", script), made, model=MODEL)["a"] - start
+        ).norm()
+    # Two islands seldom pick the same elements: the mean over all halves what the mean over
+    # contributors keeps.
     assert 1.2 * moved["mean"] < moved["contributors"] <= 2.001 * moved["mean"]
 
 

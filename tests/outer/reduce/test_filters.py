@@ -26,7 +26,12 @@ def test_without_filters_all_are_let_in() -> None:
 
 
 def test_a_part_far_longer_than_the_median_is_left_out() -> None:
-    assert find_outliers(along(1, 1, -10, 2.9), equal(4), None, NORMS) == [False, False, True, False]
+    assert find_outliers(along(1, 1, -10, 2.9), equal(4), None, NORMS) == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_short_parts_pass_the_norm_filter() -> None:
@@ -63,7 +68,9 @@ def test_without_a_last_mean_no_direction_is_wrong() -> None:
 
 def test_zeros_have_no_direction() -> None:
     assert find_outliers(along(1, 0), equal(2), LAST, MergeConfig(min_cosine=0.9)) == [False] * 2
-    assert find_outliers(along(1, -1), equal(2), LAST * 0, MergeConfig(min_cosine=0.9)) == [False] * 2
+    assert (
+        find_outliers(along(1, -1), equal(2), LAST * 0, MergeConfig(min_cosine=0.9)) == [False] * 2
+    )
 
 
 def test_either_filter_is_enough() -> None:

@@ -68,7 +68,9 @@ class Islands:
     ) -> None:
         hub, hooks = Hub(), hooks or {}
         self.names, self.space = names, space
-        self.transports = {n: LoopbackTransport(hub, "run", Endpoint(n, 0), GUARD_SECONDS) for n in names}
+        self.transports = {
+            n: LoopbackTransport(hub, "run", Endpoint(n, 0), GUARD_SECONDS) for n in names
+        }
         codecs = build_uniform_choice(build_codec(codec))
         self.reducers = {
             n: Reducer(t, codecs, space, Endpoint(n, 0), hooks.get(n, NoHooks()), config)
@@ -76,17 +78,27 @@ class Islands:
         }
 
     async def reduce(
-        self, pseudo_grads: Mapping[str, Mapping[int, torch.Tensor]], round_number: int = 0, tokens: Sequence[int] = ()
+        self,
+        pseudo_grads: Mapping[str, Mapping[int, torch.Tensor]],
+        round_number: int = 0,
+        tokens: Sequence[int] = (),
     ) -> dict[str, Means]:
         """The means that each island gets. Raises the first error of any island."""
         shares = tokens or [1] * len(self.names)
-        ready = [self._ready(n, round_number, count) for n, count in zip(self.names, shares, strict=True)]
+        ready = [
+            self._ready(n, round_number, count) for n, count in zip(self.names, shares, strict=True)
+        ]
         plan = Plan(round=round_number, attempt=0, planner=self.names[0], participants=ready)
         async with asyncio.timeout(GUARD_SECONDS):
-            await asyncio.gather(*(self.transports[n].connect(str(round_number), plan.addresses) for n in self.names))
+            await asyncio.gather(
+                *(self.transports[n].connect(str(round_number), plan.addresses) for n in self.names)
+            )
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    running = {n: tasks.create_task(self.reducers[n].run(plan, pseudo_grads[n])) for n in self.names}
+                    running = {
+                        n: tasks.create_task(self.reducers[n].run(plan, pseudo_grads[n]))
+                        for n in self.names
+                    }
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
         return {name: task.result() for name, task in running.items()}
@@ -111,9 +123,15 @@ class Islands:
 def grads(islands: Islands, seed: int = 0) -> dict[str, dict[int, torch.Tensor]]:
     """Pseudo-gradients of each island, by part: a common component and one of its own."""
     generator = torch.Generator().manual_seed(seed)
-    common = {part.index: torch.randn(part.num_elements, generator=generator) for part in islands.space.parts}
+    common = {
+        part.index: torch.randn(part.num_elements, generator=generator)
+        for part in islands.space.parts
+    }
     return {
-        name: {i: values + 0.5 * torch.randn(values.shape, generator=generator) for i, values in common.items()}
+        name: {
+            i: values + 0.5 * torch.randn(values.shape, generator=generator)
+            for i, values in common.items()
+        }
         for name in islands.names
     }
 
@@ -127,7 +145,9 @@ def means_of(results: Mapping[str, Means]) -> Means:
     return found[0]
 
 
-@pytest.mark.parametrize("rule", ["mean", "trimmed_mean", "geometric_median", "centered_clip", "radial"])
+@pytest.mark.parametrize(
+    "rule", ["mean", "trimmed_mean", "geometric_median", "centered_clip", "radial"]
+)
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_every_island_gets_what_the_rule_makes_of_the_decoded_parts(rule: str, codec: str) -> None:
     config = MergeConfig(rule=rule)  # type: ignore[arg-type]
@@ -138,7 +158,10 @@ def test_every_island_gets_what_the_rule_makes_of_the_decoded_parts(rule: str, c
         given = grads(islands)
         means = means_of(await islands.reduce(given, tokens=tokens))
         for part in islands.space.parts:
-            decoded = [coder.decode(coder.encode(given[name][part.index]), part.num_elements) for name in islands.names]
+            decoded = [
+                coder.decode(coder.encode(given[name][part.index]), part.num_elements)
+                for name in islands.names
+            ]
             expected = coder.encode(build_merge(config)(decoded, weights_of(tokens), None))
             assert torch.equal(means[part.index].values, coder.decode(expected, part.num_elements))
 
@@ -157,7 +180,9 @@ def test_centered_clipping_starts_at_what_the_round_before_committed() -> None:
         means = means_of(await islands.reduce(second, 1))
         for part in range(NUM_PARTS):
             parts, weights = [second[name][part] for name in islands.names], weights_of([1, 1, 1])
-            assert torch.equal(means[part].values, build_merge(config)(parts, weights, last[part].values))
+            assert torch.equal(
+                means[part].values, build_merge(config)(parts, weights, last[part].values)
+            )
             assert not torch.equal(means[part].values, build_merge(config)(parts, weights, None))
 
     asyncio.run(reduce())
@@ -184,7 +209,9 @@ def test_a_part_that_fails_a_filter_is_left_out_and_counted() -> None:
         means = means_of(await islands.reduce(given, tokens=[1, 2, 3, 4]))
         for part in range(NUM_PARTS):
             honest = [given[name][part] for name in "abd"]
-            assert torch.equal(means[part].values, build_merge(MergeConfig())(honest, weights_of([1, 2, 4]), None))
+            assert torch.equal(
+                means[part].values, build_merge(MergeConfig())(honest, weights_of([1, 2, 4]), None)
+            )
         counts = [islands.reducers[name].filtered for name in "abcd"]
         assert all(set(count) <= {"c"} for count in counts)
         assert sum(count.get("c", 0) for count in counts) == NUM_PARTS
@@ -196,7 +223,9 @@ def test_what_was_left_out_is_counted_for_one_attempt() -> None:
     async def reduce() -> None:
         islands = Islands("abc", MergeConfig(max_norm_ratio=5.0))
         given = grads(islands)
-        await islands.reduce(given | {"c": {i: values * 100 for i, values in given["c"].items()}}, 0)
+        await islands.reduce(
+            given | {"c": {i: values * 100 for i, values in given["c"].items()}}, 0
+        )
         assert any(reducer.filtered for reducer in islands.reducers.values())
         await islands.reduce(given, 1)
         assert not any(reducer.filtered for reducer in islands.reducers.values())
@@ -204,7 +233,7 @@ def test_what_was_left_out_is_counted_for_one_attempt() -> None:
     asyncio.run(reduce())
 
 
-# -- what may not enter a mean ------------------------------------------------------------------------------
+# -- what may not enter a mean ---------------------------------------------------------------------
 
 ELEMENTS = 160
 WHOLE = Space(SPECS, ELEMENTS, block_elements=ELEMENTS)
@@ -220,7 +249,11 @@ def bf16(value: float) -> bytes:
 
 
 def fp16(value: float, scale: float = 1.0) -> bytes:
-    return struct.pack("<f", scale) + struct.pack("<e", 1.0) * (ELEMENTS - 1) + struct.pack("<e", value)
+    return (
+        struct.pack("<f", scale)
+        + struct.pack("<e", 1.0) * (ELEMENTS - 1)
+        + struct.pack("<e", value)
+    )
 
 
 def int8(scale: float) -> bytes:

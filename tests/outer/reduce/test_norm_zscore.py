@@ -1,4 +1,6 @@
-"""The z-score filter on a participant's own history of norms: when it applies, what it remembers, and for how long."""
+"""The z-score filter on a participant's own history of norms: when it applies, what it remembers,
+and for how long.
+"""
 
 import asyncio
 import math
@@ -13,7 +15,15 @@ import torch
 from outer.config import MergeConfig, OuterConfig
 from outer.errors import InputError
 from outer.reduce.filters import Histories, OutlierFilters
-from outer.reduce.norm_zscore import ALPHA, WARM_UP, History, is_anomalous, parse_history, to_tensor, update_history
+from outer.reduce.norm_zscore import (
+    ALPHA,
+    WARM_UP,
+    History,
+    is_anomalous,
+    parse_history,
+    to_tensor,
+    update_history,
+)
 from tests.outer.islands import Island, fails_in, run_islands
 from tests.outer.reduce.test_merges_in_a_reduce import Islands, Scaled, grads, means_of
 from tests.outer.streams import layered
@@ -38,7 +48,9 @@ def after(norms: Sequence[float]) -> History:
 
 
 @pytest.mark.parametrize(("num_norms", "expected"), [(WARM_UP - 1, False), (WARM_UP, True)])
-def test_a_norm_ten_times_as_long_is_an_anomaly_once_warmed_up(num_norms: int, expected: bool) -> None:
+def test_a_norm_ten_times_as_long_is_an_anomaly_once_warmed_up(
+    num_norms: int, expected: bool
+) -> None:
     assert is_anomalous(after(healthy(num_norms)), 10.0, BOUND) == expected
 
 
@@ -82,7 +94,9 @@ def test_mean_and_variance_move_as_the_paper_says() -> None:
 
 def test_the_bound_widens_when_z_scores_spread() -> None:
     calm = History(count=500, mean=1.0, variance=0.01)
-    assert is_anomalous(calm, 1.35, BOUND) and is_anomalous(calm._replace(z_variance=0.25), 1.35, BOUND)
+    assert is_anomalous(calm, 1.35, BOUND) and is_anomalous(
+        calm._replace(z_variance=0.25), 1.35, BOUND
+    )
     assert not is_anomalous(calm._replace(z_variance=4.0), 1.35, BOUND)
     assert is_anomalous(calm._replace(z_variance=4.0), 1.65, BOUND)
 
@@ -91,7 +105,9 @@ def test_z_scores_are_counted_after_the_warm_up() -> None:
     before, norm = after(healthy(WARM_UP)), 1.2
     assert before.z_mean == before.z_variance == 0
     z = (norm - before.mean) / math.sqrt(before.variance)
-    assert update_history(before, norm)[3:] == pytest.approx((ALPHA * z, (1 - ALPHA) * ALPHA * z * z), rel=1e-12)
+    assert update_history(before, norm)[3:] == pytest.approx(
+        (ALPHA * z, (1 - ALPHA) * ALPHA * z * z), rel=1e-12
+    )
 
 
 def test_norms_that_rounding_alone_sets_apart_are_equal() -> None:
@@ -106,7 +122,10 @@ NAMES = "abc"
 
 
 def begun(
-    filters: OutlierFilters, round_number: int, norms: Mapping[str, float], participants: str = NAMES
+    filters: OutlierFilters,
+    round_number: int,
+    norms: Mapping[str, float],
+    participants: str = NAMES,
 ) -> list[bool]:
     """The participants that an attempt at the round leaves out of part 0."""
     parts = [torch.tensor([norm]) for norm in norms.values()]
@@ -153,7 +172,9 @@ def test_an_attempt_that_is_aborted_changes_nothing() -> None:
     begun(filters, WARM_UP, {"a": 1.0, "b": 1.125}, "ab")
     assert filters.histories == before
     filters.commit(WARM_UP, [0])
-    assert filters.histories[0] == {n: update_history(before[0][n], norm) for n, norm in {"a": 1.0, "b": 1.125}.items()}
+    assert filters.histories[0] == {
+        n: update_history(before[0][n], norm) for n, norm in {"a": 1.0, "b": 1.125}.items()
+    }
 
 
 def test_who_gives_nothing_is_remembered_while_it_takes_part() -> None:
@@ -202,7 +223,9 @@ def test_a_participant_ten_times_as_long_as_before_is_left_out_of_the_mean() -> 
     async def test() -> None:
         islands = Islands(NAMES, CONFIG, hooks={"c": Scaled(10.0)})
         given = grads(islands)
-        remembered = {n: History(WARM_UP, mean=float(given[n][0].norm()), variance=0.1) for n in NAMES}
+        remembered = {
+            n: History(WARM_UP, mean=float(given[n][0].norm()), variance=0.1) for n in NAMES
+        }
         islands.reducers["a"].filters.load({0: remembered}, next_round=7)
         means = means_of(await islands.reduce(given, round_number=7))
         assert torch.equal(means[0].values, given["a"][0] * 0.5 + given["b"][0] * 0.5)
@@ -212,11 +235,15 @@ def test_a_participant_ten_times_as_long_as_before_is_left_out_of_the_mean() -> 
 
 
 def config() -> OuterConfig:
-    return OuterConfig(merge=CONFIG, part_elements=256, transport="loopback", start_islands=2, quorum=2)
+    return OuterConfig(
+        merge=CONFIG, part_elements=256, transport="loopback", start_islands=2, quorum=2
+    )
 
 
 def histories(island: Island) -> dict[int, Histories]:
-    return {part: dict(known) for part, known in island.outer.averager.memory.filters.histories.items()}
+    return {
+        part: dict(known) for part, known in island.outer.averager.memory.filters.histories.items()
+    }
 
 
 def test_a_run_stopped_and_resumed_remembers_what_one_never_stopped_does() -> None:
@@ -227,7 +254,10 @@ def test_a_run_stopped_and_resumed_remembers_what_one_never_stopped_does() -> No
         for number in range(4):
             if number == 2:
                 tensors, facts = island.outer.save()
-                saved[island.name] = {name: values.clone() for name, values in tensors.items()}, facts
+                saved[island.name] = (
+                    {name: values.clone() for name, values in tensors.items()},
+                    facts,
+                )
             island.round()
         return histories(island)
 
@@ -244,7 +274,11 @@ def test_a_run_stopped_and_resumed_remembers_what_one_never_stopped_does() -> No
         return histories(island)
 
     first = run_islands(dict.fromkeys("ab", never_stopped), config(), model=layered)
-    assert all(h.count == 4 for known in first["a"].values() for h in known.values()) and first["a"] and first["b"]
+    assert (
+        all(h.count == 4 for known in first["a"].values() for h in known.values())
+        and first["a"]
+        and first["b"]
+    )
     assert run_islands(dict.fromkeys("ab", resumed), config(), model=layered) == first
 
 
@@ -256,17 +290,26 @@ def test_an_attempt_that_fails_in_a_run_leaves_no_trace() -> None:
         return histories(island)
 
     plain = run_islands(dict.fromkeys("ab", lives), config(), model=layered)
-    assert run_islands(dict.fromkeys("ab", lives), config(), model=layered, faults={"b": fails_in(1)}) == plain
+    assert (
+        run_islands(dict.fromkeys("ab", lives), config(), model=layered, faults={"b": fails_in(1)})
+        == plain
+    )
 
 
-@pytest.mark.parametrize("values", [(math.nan, 1, 1, 0, 0), (3, 1, -1, 0, 0), (-1, 1, 1, 0, 0), (3, 1, 1, 0, math.inf)])
+@pytest.mark.parametrize(
+    "values", [(math.nan, 1, 1, 0, 0), (3, 1, -1, 0, 0), (-1, 1, 1, 0, 0), (3, 1, 1, 0, math.inf)]
+)
 def test_a_history_that_is_none_is_refused(values: tuple[float, ...]) -> None:
     with pytest.raises(InputError, match="history of a part's norms"):
         parse_history(torch.tensor(values, dtype=torch.float64))
     assert parse_history(to_tensor(after(healthy(200)))) == after(healthy(200))
 
 
-@pytest.mark.parametrize("merge", [CONFIG, MergeConfig(min_cosine=0.1), MergeConfig(rule="centered_clip")])
-def test_codecs_of_which_every_island_makes_the_mean_have_no_filter_or_rule_that_remembers(merge) -> None:
+@pytest.mark.parametrize(
+    "merge", [CONFIG, MergeConfig(min_cosine=0.1), MergeConfig(rule="centered_clip")]
+)
+def test_codecs_of_which_every_island_makes_the_mean_have_no_filter_or_rule_that_remembers(
+    merge,
+) -> None:
     with pytest.raises(ValueError, match="max_norm_ratio remembers nothing"):
         OuterConfig(merge=merge, codec="topk")

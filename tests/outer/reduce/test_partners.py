@@ -15,7 +15,9 @@ NUM_PARTS = 4
 
 
 def plan_of(**carriers: list[int]) -> Plan:
-    """A plan whose islands have these carriers of four parts, and a rank more than the highest of them."""
+    """A plan whose islands have these carriers of four parts, and a rank more than the highest of
+    them.
+    """
     hub, readies = Hub(), []
     for name, ranks in carriers.items():
         island = Leader(hub, name, num_ranks=max(ranks) + 2)
@@ -52,5 +54,10 @@ def test_unequal_meshes_connect_through_one_another() -> None:
 def test_all_partners_find_the_same_ones() -> None:
     # 0 of a shares a part with 0 of b, and that one with 1 of a; the third part keeps to itself.
     plan = asyncio.run(plan_here(a=[0, 1, 2, 2], b=[0, 0, 1, 1]))
-    assert partners(plan, "a", 0) == partners(plan, "b", 0) == partners(plan, "a", 1) == {"a/0", "a/1", "b/0"}
+    assert (
+        partners(plan, "a", 0)
+        == partners(plan, "b", 0)
+        == partners(plan, "a", 1)
+        == {"a/0", "a/1", "b/0"}
+    )
     assert partners(plan, "a", 2) == partners(plan, "b", 1) == {"a/2", "b/1"}

@@ -1,7 +1,8 @@
-"""One of eight islands gives the others its pseudo-gradient turned around and ten times as long, in every round.
+"""One of eight islands gives the others its pseudo-gradient turned around and ten times as long, in
+every round.
 
-The model is a softmax regression, the islands' data are their own draws of one noisy problem: what they have in
-common is learnt by all, and the loss that remains is that of the noise.
+The model is a softmax regression, the islands' data are their own draws of one noisy problem: what
+they have in common is learnt by all, and the loss that remains is that of the noise.
 """
 
 from functools import cache
@@ -39,7 +40,9 @@ def draw(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     truth = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0)) * 0.5
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(size, FEATURES, generator=generator)
-    return features, torch.multinomial((features @ truth.T).softmax(1), 1, generator=generator)[:, 0]
+    return features, torch.multinomial((features @ truth.T).softmax(1), 1, generator=generator)[
+        :, 0
+    ]
 
 
 def train(island: Island) -> float:

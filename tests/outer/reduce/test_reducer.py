@@ -1,4 +1,6 @@
-"""The all-to-all reduce: every element enters once, and results are bit-equal for any order of messages."""
+"""The all-to-all reduce: every element enters once, and results are bit-equal for any order of
+messages.
+"""
 
 import asyncio
 import random
@@ -36,7 +38,9 @@ GUARD_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Case:
-    """One reduce: the model, the participants with their carriers and tokens, and the order of messages."""
+    """One reduce: the model, the participants with their carriers and tokens, and the order of
+    messages.
+    """
 
     space: Space
     codec: Codec
@@ -52,11 +56,17 @@ class Case:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        return [Endpoint(name, rank) for name in self.names for rank in range(max(self.carriers[name]) + 1)]
+        return [
+            Endpoint(name, rank)
+            for name in self.names
+            for rank in range(max(self.carriers[name]) + 1)
+        ]
 
     def pseudo_grad(self, island: str, part: int) -> torch.Tensor:
         rng = np.random.default_rng([self.seed, self.names.index(island), part])
-        values = rng.standard_normal(self.space.parts[part].num_elements) * 10.0 ** rng.integers(-4, 3)
+        values = rng.standard_normal(self.space.parts[part].num_elements) * 10.0 ** rng.integers(
+            -4, 3
+        )
         return torch.from_numpy(values.astype(np.float32))
 
     def carried(self, at: Endpoint) -> dict[int, torch.Tensor]:
@@ -132,10 +142,16 @@ async def reduce_on_all(case: Case) -> Outcome:
     plan = case.plan()
     async with asyncio.timeout(GUARD_SECONDS):
         await asyncio.gather(*(t.connect("0", plan.addresses) for t in transports.values()))
-        reducers = [Reducer(t, build_uniform_choice(case.codec), case.space, e) for e, t in transports.items()]
+        reducers = [
+            Reducer(t, build_uniform_choice(case.codec), case.space, e)
+            for e, t in transports.items()
+        ]
         work = (r.run(plan, case.carried(e)) for r, e in zip(reducers, transports, strict=True))
         means = await asyncio.gather(*work)
-    sent = {name: sum(t.traffic.bytes_sent for e, t in transports.items() if e.island == name) for name in case.names}
+    sent = {
+        name: sum(t.traffic.bytes_sent for e, t in transports.items() if e.island == name)
+        for name in case.names
+    }
     await asyncio.gather(*(t.close() for t in transports.values()))
     return dict(zip(transports, means, strict=True)), sent
 
@@ -159,11 +175,16 @@ def exact_mean(case: Case, part: int) -> torch.Tensor:
     """The mean in fp64, without a codec."""
     tokens = torch.tensor([case.tokens[name] for name in case.names], dtype=torch.float64)
     weights = tokens / tokens.sum() if tokens.sum() else torch.full_like(tokens, 1 / len(tokens))
-    return sum(w * case.pseudo_grad(name, part).double() for w, name in zip(weights, case.names, strict=True))
+    return sum(
+        w * case.pseudo_grad(name, part).double()
+        for w, name in zip(weights, case.names, strict=True)
+    )
 
 
 def bytes_of(case: Case, island: str) -> int:
-    """Expected bytes: a reducer sends the mean to all others, which send their part to the reducer."""
+    """Expected bytes: a reducer sends the mean to all others, which send their part to the
+    reducer.
+    """
     total, assignment = 0, Assignment(case.plan())
     for part in case.space.parts:
         is_reducer = assignment.reducer_of(part.index) == island
@@ -206,7 +227,9 @@ def fixed_case(codec: str, num_elements: int, carriers: dict[str, int], **change
     return Case(space=space, codec=build_codec(codec), **fields)
 
 
-@pytest.mark.parametrize(("codec", "tolerance"), [("fp32", 1e-6), ("bf16", 2.0**-7), ("int8", 2 / 127)])
+@pytest.mark.parametrize(
+    ("codec", "tolerance"), [("fp32", 1e-6), ("bf16", 2.0**-7), ("int8", 2 / 127)]
+)
 def test_the_result_is_the_mean_weighted_by_tokens(codec: str, tolerance: float) -> None:
     case = fixed_case(codec, 3000, {"a": 1, "b": 2, "c": 3}, tokens={"a": 100, "b": 300, "c": 50})
     means, _ = run(reduce_on_all(case))
@@ -222,7 +245,8 @@ def test_an_island_with_a_slow_link_sends_little_more_than_its_own_pseudo_gradie
     _, sent = run(reduce_on_all(case))
     model, fast = 300 * (case.codec.num_bytes(256) + HEADER_BYTES), 5 / 3
     assert sent == {
-        name: pytest.approx(model * share, rel=0.02) for name, share in zip("abcd", [fast] * 3 + [1], strict=True)
+        name: pytest.approx(model * share, rel=0.02)
+        for name, share in zip("abcd", [fast] * 3 + [1], strict=True)
     }
 
 
@@ -240,11 +264,16 @@ def test_many_more_parts_than_are_in_flight_do_not_block_each_other() -> None:
     num_parts = 6 * PARTS_IN_FLIGHT
     space = Space([Spec("w", (num_parts,))], 1)
     runs = {"a": [0] * num_parts, "b": [0] * (num_parts // 2) + [1] * (num_parts // 2)}
-    stripes = {"c": [i % 3 for i in range(num_parts)], "d": [(num_parts - i) % 2 for i in range(num_parts)]}
+    stripes = {
+        "c": [i % 3 for i in range(num_parts)],
+        "d": [(num_parts - i) % 2 for i in range(num_parts)],
+    }
     case = Case(space, build_codec("fp32"), runs | stripes, dict.fromkeys("abcd", 1), seed=5)
     means, _ = run(reduce_on_all(case))
     for endpoint, by_part in means.items():
-        assert all(torch.equal(mean.values, reference(case, i)) for i, mean in by_part.items()), endpoint
+        assert all(torch.equal(mean.values, reference(case, i)) for i, mean in by_part.items()), (
+            endpoint
+        )
 
 
 def test_a_non_finite_pseudo_gradient_is_refused_by_its_parameters_name() -> None:
@@ -256,7 +285,9 @@ def test_a_non_finite_pseudo_gradient_is_refused_by_its_parameters_name() -> Non
     async def reduce_alone() -> None:
         case = Case(space, build_codec("fp32"), {"a": [0] * len(space.parts)}, {"a": 1}, 0)
         transport = LoopbackTransport(Hub(), "run", Endpoint("a", 0), GUARD_SECONDS)
-        await Reducer(transport, build_uniform_choice(case.codec), space, Endpoint("a", 0)).run(case.plan(), values)
+        await Reducer(transport, build_uniform_choice(case.codec), space, Endpoint("a", 0)).run(
+            case.plan(), values
+        )
 
     with pytest.raises(OuterError, match=r"'layers.0.wq' holds nan"):
         asyncio.run(reduce_alone())
@@ -290,9 +321,12 @@ def test_a_part_is_stepped_and_hashed_while_others_still_arrive() -> None:
             (ra, rb), codecs = case.endpoints, build_uniform_choice(case.codec)
             reducers = [Reducer(t, codecs, case.space, e) for t, e in ((a, ra), (b, rb))]
             means, _ = await asyncio.gather(
-                reducers[0].run(plan, case.carried(ra), digest_after), reducers[1].run(plan, case.carried(rb))
+                reducers[0].run(plan, case.carried(ra), digest_after),
+                reducers[1].run(plan, case.carried(rb)),
             )
-        assert all(m.digest_after == part_digest(m.values, torch.tensor([2.0])) for m in means.values())
+        assert all(
+            m.digest_after == part_digest(m.values, torch.tensor([2.0])) for m in means.values()
+        )
 
     asyncio.run(reduce_by_two())
     assert hashed[-1] == last and sorted(hashed) == list(range(last + 1))

@@ -1,4 +1,6 @@
-"""Whole islands with `outer.audit`: a reducer that lies is found and named, and honest rounds are what they were."""
+"""Whole islands with `outer.audit`: a reducer that lies is found and named, and honest rounds are
+what they were.
+"""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,15 @@ from outer.report import CaughtUp, RoundReport
 from outer.rounds.agreed import AgreedAverager
 from outer.rounds.island_reduce import IslandReduce
 from outer.transports.base import Transport
-from tests.outer.islands import GUARD_SECONDS, ForwardingTransport, Island, Spec, fails_in, run_islands, tensors
+from tests.outer.islands import (
+    GUARD_SECONDS,
+    ForwardingTransport,
+    Island,
+    Spec,
+    fails_in,
+    run_islands,
+    tensors,
+)
 from tests.outer.nets import key_of
 from tests.outer.rounds.test_disagreement import reports_of
 
@@ -33,7 +43,12 @@ ROUNDS = 3
 
 
 def config(num_islands: int, **changes: object) -> OuterConfig:
-    fields = {"start_islands": num_islands, "transport": "loopback", "wait_seconds": GUARD_SECONDS, "codec": "fp32"}
+    fields = {
+        "start_islands": num_islands,
+        "transport": "loopback",
+        "wait_seconds": GUARD_SECONDS,
+        "codec": "fp32",
+    }
     return OuterConfig(**{**fields, "audit": 1.0, **changes})
 
 
@@ -49,7 +64,9 @@ def kept_of(island: Island) -> KeptPayloads:
 
 
 def lie(island: Island) -> None:
-    """From now on this island sends a wrong mean of each part that it reduces, the same to all and to itself."""
+    """From now on this island sends a wrong mean of each part that it reduces, the same to all and
+    to itself.
+    """
     attempts = reduce_of(island).attempts
     payloads, attempts._auditor = attempts.reducer.payloads, None
     honest: Callable[[int, torch.Tensor], torch.Tensor] = payloads.encode_mean
@@ -57,7 +74,9 @@ def lie(island: Island) -> None:
 
 
 def in_step(island: Island, rounds: int, barrier: threading.Barrier) -> list[RoundReport]:
-    """All attempts until so many rounds are committed. No island begins a round before all hold its state."""
+    """All attempts until so many rounds are committed. No island begins a round before all hold its
+    state.
+    """
     island.outer.begin()
     reports: list[RoundReport] = []
     for number in range(rounds):
@@ -75,7 +94,8 @@ def lying(island: Island) -> list[RoundReport]:
 
 
 def is_named(found: Mapping[str, Sequence[RoundReport]], liar: str, text: str) -> bool:
-    """Whether an honest island has accused the liar of this, and every round was committed without it.
+    """Whether an honest island has accused the liar of this, and every round was committed without
+    it.
 
     An honest island whose attempt was ended by another's no may know another cause.
     """
@@ -83,12 +103,16 @@ def is_named(found: Mapping[str, Sequence[RoundReport]], liar: str, text: str) -
     causes = [report.cause for reports in honest for report in reports if not report.is_committed]
     others = [name for name in found if name != liar]
     has_text = any(f"island {liar!r}" in cause and text in cause for cause in causes)
-    return has_text and all(r.participants == others for reports in honest for r in reports if r.is_committed)
+    return has_text and all(
+        r.participants == others for reports in honest for r in reports if r.is_committed
+    )
 
 
 @pytest.mark.parametrize("names", ["ab", "abc"])
 def test_a_reducer_that_sends_a_wrong_mean_to_all_is_named_and_left_out(names: str) -> None:
-    scripts: dict[str, Callable[[Island], list[RoundReport]]] = dict.fromkeys(names, partial(reports_of, rounds=ROUNDS))
+    scripts: dict[str, Callable[[Island], list[RoundReport]]] = dict.fromkeys(
+        names, partial(reports_of, rounds=ROUNDS)
+    )
     found = run_islands(scripts | {names[-1]: lying}, config(len(names)))
     assert is_named(found, names[-1], "is not the mean of the payloads that it received")
     assert [report.round for report in found["a"] if report.is_committed] == list(range(ROUNDS))
@@ -103,8 +127,12 @@ def test_without_audits_its_mean_is_committed_by_all() -> None:
         return reports_of(island, ROUNDS), island.outer.digest
 
     found = run_islands({"a": honest, "b": honest, "c": lying_unseen}, config(3, audit=0.0))
-    assert not any("mean of part" in report.cause for reports, _ in found.values() for report in reports)
-    assert all(report.participants == ["a", "b", "c"] for report in found["a"][0] if report.is_committed)
+    assert not any(
+        "mean of part" in report.cause for reports, _ in found.values() for report in reports
+    )
+    assert all(
+        report.participants == ["a", "b", "c"] for report in found["a"][0] if report.is_committed
+    )
     assert len({digest for _, digest in found.values()}) == 1
 
 
@@ -117,15 +145,25 @@ CASES = [
 
 
 @pytest.mark.parametrize("changes", CASES, ids=[str(case["codec"]) for case in CASES])
-def test_honest_rounds_commit_the_same_bits_with_audits_as_without(changes: Mapping[str, object]) -> None:
+def test_honest_rounds_commit_the_same_bits_with_audits_as_without(
+    changes: Mapping[str, object],
+) -> None:
     def script(island: Island) -> tuple[list[str], int]:
         reports = reports_of(island, ROUNDS)
-        return [report.digest for report in reports if report.is_committed], sum(report.audited for report in reports)
+        return [report.digest for report in reports if report.is_committed], sum(
+            report.audited for report in reports
+        )
 
     configs = [config(3, audit=probability, **changes) for probability in (0.0, 1.0)]
-    model = partial(tensors, scale=40)  # Every island reduces some parts, in spite of the codecs' blocks.
-    without, with_audits = (run_islands(dict.fromkeys("abc", script), each, model=model) for each in configs)
-    assert {name: digests for name, (digests, _) in without.items()} == {n: d for n, (d, _) in with_audits.items()}
+    model = partial(
+        tensors, scale=40
+    )  # Every island reduces some parts, in spite of the codecs' blocks.
+    without, with_audits = (
+        run_islands(dict.fromkeys("abc", script), each, model=model) for each in configs
+    )
+    assert {name: digests for name, (digests, _) in without.items()} == {
+        n: d for n, (d, _) in with_audits.items()
+    }
     assert [audited for _, audited in without.values()] == [0, 0, 0]
     assert all(audited > 0 for _, audited in with_audits.values())
 
@@ -143,7 +181,10 @@ def show_the_right_mean(kept: KeptPayloads, part: int, of: _KeptPart) -> _KeptPa
 
 @pytest.mark.parametrize(
     ("forge", "text"),
-    [(swap_own_and_others, "has not sent"), (show_the_right_mean, "is not the one in its statement")],
+    [
+        (swap_own_and_others, "has not sent"),
+        (show_the_right_mean, "is not the one in its statement"),
+    ],
 )
 def test_a_reducer_that_shows_other_things_than_it_used_is_named(
     forge: Callable[[KeptPayloads, int, _KeptPart], _KeptPart], text: str
@@ -153,7 +194,9 @@ def test_a_reducer_that_shows_other_things_than_it_used_is_named(
         kept = kept_of(island)
         keep = kept.keep
 
-        def keep_forged(part: int, payloads: Mapping[str, SignedPayload], mean: torch.Tensor) -> None:
+        def keep_forged(
+            part: int, payloads: Mapping[str, SignedPayload], mean: torch.Tensor
+        ) -> None:
             forged = forge(kept, part, _KeptPart(payloads, mean))
             keep(part, forged.payloads, forged.mean)
 
@@ -175,7 +218,10 @@ def test_a_reducer_that_lied_once_is_refused_in_later_rounds() -> None:
     found = run_islands({"a": honest, "b": honest, "c": lying_in_step}, config(3))
     assert is_named(found, "c", "is not the mean of the payloads that it received")
     refused = {
-        r.round for name in "ab" for r in found[name] if "audits have found 1 wrong means of island 'c'" in r.cause
+        r.round
+        for name in "ab"
+        for r in found[name]
+        if "audits have found 1 wrong means of island 'c'" in r.cause
     }
     assert refused == {1, 2}
 
@@ -184,7 +230,9 @@ def test_a_reducer_that_shows_nothing_is_accused_and_from_the_second_time_on_ref
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auditor, "PING_SECONDS", 0.0)
-    monkeypatch.setattr(Deadlines, "limit", lambda self, kind: 0.2 if kind == "call" else GUARD_SECONDS)
+    monkeypatch.setattr(
+        Deadlines, "limit", lambda self, kind: 0.2 if kind == "call" else GUARD_SECONDS
+    )
     barrier = threading.Barrier(3)
 
     def hiding(island: Island) -> list[RoundReport]:
@@ -218,13 +266,19 @@ def test_poison_that_its_contributor_signed_blames_no_reducer() -> None:
 
     scripts = dict.fromkeys("abc", partial(reports_of, rounds=ROUNDS))
     found = run_islands(scripts, config(3), hooks={"c": Poison()})
-    assert not any("mean of part" in report.cause for reports in found.values() for report in reports)
-    assert all(report.participants == ["a", "b", "c"] for report in found["a"] if report.is_committed)
+    assert not any(
+        "mean of part" in report.cause for reports in found.values() for report in reports
+    )
+    assert all(
+        report.participants == ["a", "b", "c"] for report in found["a"] if report.is_committed
+    )
 
 
 @pytest.mark.parametrize("victims", ["b", "bc"])
 def test_a_lying_auditor_costs_no_more_than_any_false_accusation(victims: str) -> None:
-    """Whom it accuses misses the round; if that is half of the others or more, it is the liar that does."""
+    """Whom it accuses misses the round; if that is half of the others or more, it is the liar that
+    does.
+    """
 
     def slander(island: Island) -> tuple[list[RoundReport], str]:
         accused, judge = iter(victims * 99), reduce_of(island).attempts._auditor
@@ -241,7 +295,9 @@ def test_a_lying_auditor_costs_no_more_than_any_false_accusation(victims: str) -
     def honest(island: Island) -> tuple[list[RoundReport], str]:
         return reports_of(island, ROUNDS), island.outer.digest
 
-    found = run_islands({"a": honest, "b": honest, "c": honest, "d": slander}, config(4, audit=0.01))
+    found = run_islands(
+        {"a": honest, "b": honest, "c": honest, "d": slander}, config(4, audit=0.01)
+    )
     reports, digest = found["a"]
     assert [report.round for report in reports if report.is_committed] == list(range(ROUNDS))
     assert digest == found["d"][1]
@@ -262,7 +318,9 @@ class TwoFacedReducer(ForwardingTransport):
 
 
 def test_a_reducer_that_tells_one_island_something_else_does_not_drive_it_out() -> None:
-    """Without audits it is the victim that differs from the majority, and that stops after three times."""
+    """Without audits it is the victim that differs from the majority, and that stops after three
+    times.
+    """
     barrier = threading.Barrier(3)
     scripts = dict.fromkeys("abc", partial(in_step, rounds=6, barrier=barrier))
     two_faced = {"c": lambda hub, inner: TwoFacedReducer(inner, "a")}
@@ -270,7 +328,9 @@ def test_a_reducer_that_tells_one_island_something_else_does_not_drive_it_out() 
     causes = [report.cause for report in found["b"] if not report.is_committed]
     assert "its digest" in causes[0]
     assert any("that island 'c' sent is not the one in its statement" in cause for cause in causes)
-    assert [report.participants for report in found["b"] if report.is_committed][2:] == [["a", "b"]] * 4
+    assert [report.participants for report in found["b"] if report.is_committed][2:] == [
+        ["a", "b"]
+    ] * 4
 
 
 def test_kept_payloads_are_freed_by_a_commit_and_by_an_abort() -> None:

@@ -1,4 +1,6 @@
-"""No round commits a mean that is far longer than what healthy islands make, whoever sends what is so long."""
+"""No round commits a mean that is far longer than what healthy islands make, whoever sends what is
+so long.
+"""
 
 import logging
 from math import inf
@@ -78,7 +80,9 @@ def test_without_a_bound_the_poison_is_committed() -> None:
         island.round()
         return island.params.flat().abs().max().item()
 
-    found = run_islands(dict.fromkeys("abc", one), config(3, refuse_norm_ratio=None), hooks={"c": Poison(0)})
+    found = run_islands(
+        dict.fromkeys("abc", one), config(3, refuse_norm_ratio=None), hooks={"c": Poison(0)}
+    )
     assert found["a"] > POISON / 1000
 
 
@@ -90,7 +94,10 @@ def test_a_reducer_whose_mean_is_too_long_is_left_out() -> None:
 
     honest = {name: lambda island: commits(2, island) for name in "ab"}
     found = run_islands(
-        {**honest, "c": liar}, config(3), model=six_parts, faults={"c": lambda _, transport: LongMeans(transport)}
+        {**honest, "c": liar},
+        config(3),
+        model=six_parts,
+        faults={"c": lambda _, transport: LongMeans(transport)},
     )
     assert found["a"] == found["b"] == [["a", "b"]] * 2
 
@@ -100,7 +107,9 @@ def six_parts() -> dict[str, torch.Tensor]:
     return {name: torch.ones(64, 8) for name in ("embed", "wq", "head")}
 
 
-def test_two_islands_commit_no_poison_name_the_other_and_ask_once_a_round(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_islands_commit_no_poison_name_the_other_and_ask_once_a_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def three_attempts(island: Island) -> list[RoundReport]:
         island.outer.begin()
         island.train(0)
@@ -112,7 +121,9 @@ def test_two_islands_commit_no_poison_name_the_other_and_ask_once_a_round(caplog
         found = run_islands(dict.fromkeys("ab", three_attempts), config(2))
     assert not any(report.is_committed for reports in found.values() for report in reports)
     assert all(report.participants == ["a", "b"] for report in found["a"]), "neither is accused"
-    (asked,) = [text for record in caplog.records if "cannot be told which" in (text := record.getMessage())]
+    (asked,) = [
+        text for record in caplog.records if "cannot be told which" in (text := record.getMessage())
+    ]
     assert "and the rest comes from 'b'. With two islands" in asked
     assert "the rest comes from 'b'" in found["b"][0].cause, "the other one is told, too"
 
@@ -130,18 +141,25 @@ def test_healthy_islands_with_very_different_amounts_of_tokens_commit_together()
         return found
 
     tokens = {"a": 1, "b": 500, "c": 1000}
-    found = run_islands({name: lambda island, n=n: script(n, island) for name, n in tokens.items()}, config(3))
+    found = run_islands(
+        {name: lambda island, n=n: script(n, island) for name, n in tokens.items()}, config(3)
+    )
     assert list(found.values()) == [[["a", "b", "c"]] * 3] * 3
 
 
-def test_a_part_may_be_longer_than_those_of_others_up_to_the_limit_of_whole_pseudo_gradients() -> None:
+def test_a_part_may_be_longer_than_those_of_others_up_to_the_limit_of_whole_pseudo_gradients() -> (
+    None
+):
     bound = Bound(20.0, {"params": 1.0})
     assert bound.find_too_long("params", {"a": 1e-6, "b": 1e-6, "c": 19.0}) is None
     assert bound.find_too_long("params", {"a": 1e-6, "b": 1e-6, "c": 21.0}) == "c"
 
 
 def test_a_part_that_is_like_those_of_most_others_passes_whatever_this_island_makes() -> None:
-    assert Bound(20.0, {"params": 1e-6}).find_too_long("params", {"a": 1e-6, "b": 1.0, "c": 2.0}) is None
+    assert (
+        Bound(20.0, {"params": 1e-6}).find_too_long("params", {"a": 1e-6, "b": 1.0, "c": 2.0})
+        is None
+    )
 
 
 def test_an_island_does_not_refuse_what_it_has_sent_itself() -> None:

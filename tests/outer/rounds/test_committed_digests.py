@@ -25,12 +25,19 @@ def hashed_again(island: Island) -> dict[int, bytes]:
     """The digest of each part, from params and momentum as they lie in memory now."""
     carried = island.outer.replica.carried
     pushes = {i: [torch.tensor([float(n)])] if n else [] for i, n in carried.pushes.items()}
-    momentum = {i: torch.zeros_like(params) for i, params in carried.parts.items()} | carried.momentum
-    return {i: part_digest(params, momentum[i], *pushes.get(i, [])) for i, params in carried.parts.items()}
+    momentum = {
+        i: torch.zeros_like(params) for i, params in carried.parts.items()
+    } | carried.momentum
+    return {
+        i: part_digest(params, momentum[i], *pushes.get(i, []))
+        for i, params in carried.parts.items()
+    }
 
 
 def rounds(island: Island) -> list[bool]:
-    """Whether each attempt was committed; after each of them the digests are compared with the bits."""
+    """Whether each attempt was committed; after each of them the digests are compared with the
+    bits.
+    """
     island.outer.begin()
     outcomes = []
     for number in range(ROUNDS):
@@ -51,8 +58,15 @@ def layers() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_digest_of_a_commit_is_that_of_its_bits(name: str) -> None:
-    fields = {"transport": "loopback", "start_islands": 2, "wait_seconds": GUARD_SECONDS, **CASES[name]}
-    found = run_islands({"a": rounds, "b": rounds}, OuterConfig.model_validate(fields), model=layers)
+    fields = {
+        "transport": "loopback",
+        "start_islands": 2,
+        "wait_seconds": GUARD_SECONDS,
+        **CASES[name],
+    }
+    found = run_islands(
+        {"a": rounds, "b": rounds}, OuterConfig.model_validate(fields), model=layers
+    )
     assert all(outcomes.count(True) == ROUNDS for outcomes in found.values())
 
 

@@ -1,4 +1,6 @@
-"""Whole islands, of which one computes wrongly or all send nan: the honest ones go on, or all stop and say why."""
+"""Whole islands, of which one computes wrongly or all send nan: the honest ones go on, or all stop
+and say why.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +22,12 @@ torch.set_num_threads(1)
 
 
 def config(num_islands: int, **changes: object) -> OuterConfig:
-    fields = {"start_islands": num_islands, "transport": "loopback", "wait_seconds": GUARD_SECONDS, "codec": "fp32"}
+    fields = {
+        "start_islands": num_islands,
+        "transport": "loopback",
+        "wait_seconds": GUARD_SECONDS,
+        "codec": "fp32",
+    }
     return OuterConfig(**{**fields, **changes})
 
 
@@ -43,7 +50,9 @@ def wrong_means(is_wrong: Callable[[int], bool]) -> Callable[[Hub, Transport], T
 
 
 class NanPayloads(NoHooks):
-    """Every payload that this island sends in the rounds of `is_nan` holds nan, up to `times` attempts."""
+    """Every payload that this island sends in the rounds of `is_nan` holds nan, up to `times`
+    attempts.
+    """
 
     def __init__(self, times: int) -> None:
         self._left = times
@@ -61,7 +70,9 @@ class NanPayloads(NoHooks):
 
 
 def reports_of(island: Island, rounds: int) -> list[RoundReport]:
-    """All attempts until so many rounds are committed; states of others are taken when this island is behind."""
+    """All attempts until so many rounds are committed; states of others are taken when this island
+    is behind.
+    """
     island.outer.begin()
     reports: list[RoundReport] = []
     while island.outer.position.round < rounds:
@@ -76,8 +87,12 @@ def reports_of(island: Island, rounds: int) -> list[RoundReport]:
     return reports
 
 
-def test_one_of_three_that_computes_wrongly_is_named_and_left_out_and_takes_the_others_state() -> None:
-    scripts = dict.fromkeys("abc", lambda island: (reports_of(island, 4), island.state(), island.outer.digest))
+def test_one_of_three_that_computes_wrongly_is_named_and_left_out_and_takes_the_others_state() -> (
+    None
+):
+    scripts = dict.fromkeys(
+        "abc", lambda island: (reports_of(island, 4), island.state(), island.outer.digest)
+    )
     found = run_islands(scripts, config(3), faults={"c": wrong_means(lambda number: number == 1)})
     assert len({digest for _, _, digest in found.values()}) == 1
     reports = found["a"][0]
@@ -109,7 +124,9 @@ def test_of_two_that_compute_differently_both_stop_and_print_both_digests() -> N
             reports_of(island, 2)
         return str(error.value)
 
-    texts = run_islands(dict.fromkeys("ab", differ), config(2), faults={"b": wrong_means(lambda number: True)})
+    texts = run_islands(
+        dict.fromkeys("ab", differ), config(2), faults={"b": wrong_means(lambda number: True)}
+    )
     assert all("a " in text and "b " in text for text in texts.values())
 
 

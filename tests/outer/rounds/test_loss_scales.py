@@ -1,4 +1,6 @@
-"""Islands that made a round together learn the smallest of their loss scales; the states stay equal."""
+"""Islands that made a round together learn the smallest of their loss scales; the states stay
+equal.
+"""
 
 import pytest
 
@@ -18,7 +20,8 @@ def train_with(exponent: int | None, island: Island) -> RoundReport:
 
 
 @pytest.mark.parametrize(
-    ("exponents", "expected"), [((16, 12, 14), 12), ((None, 12, 14), 12), ((None, 0, None), 0), ((None,) * 3, None)]
+    ("exponents", "expected"),
+    [((16, 12, 14), 12), ((None, 12, 14), 12), ((None, 0, None), 0), ((None,) * 3, None)],
 )
 def test_every_report_has_the_smallest_scale_of_the_participants(
     exponents: tuple[int | None, ...], expected: int | None

@@ -1,4 +1,6 @@
-"""Islands that go on from checkpoints wait for one another: none trains before it holds the newest state of all."""
+"""Islands that go on from checkpoints wait for one another: none trains before it holds the newest
+state of all.
+"""
 
 import threading
 import time
@@ -21,11 +23,15 @@ Saved = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 def config(num_islands: int, **changes: Any) -> OuterConfig:
-    return OuterConfig(start_islands=num_islands, transport="loopback", wait_seconds=GUARD_SECONDS, **changes)
+    return OuterConfig(
+        start_islands=num_islands, transport="loopback", wait_seconds=GUARD_SECONDS, **changes
+    )
 
 
 def run_and_save(names: str, rounds: dict[str, int]) -> dict[str, Saved]:
-    """Checkpoints of islands that have made three rounds together, each after its own number of rounds."""
+    """Checkpoints of islands that have made three rounds together, each after its own number of
+    rounds.
+    """
     saved: dict[str, Saved] = {}
 
     def script(island: Island) -> None:
@@ -34,7 +40,10 @@ def run_and_save(names: str, rounds: dict[str, int]) -> dict[str, Saved]:
             island.round()
             if number == rounds[island.name]:
                 tensors, facts = island.outer.save()
-                saved[island.name] = {name: values.clone() for name, values in tensors.items()}, facts
+                saved[island.name] = (
+                    {name: values.clone() for name, values in tensors.items()},
+                    facts,
+                )
 
     run_islands(dict.fromkeys(names, script), config(len(names)))
     return saved
@@ -56,7 +65,9 @@ def wait_until(is_so: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
-def test_an_island_that_has_taken_a_newer_state_still_waits_for_the_one_that_holds_the_newest() -> None:
+def test_an_island_that_has_taken_a_newer_state_still_waits_for_the_one_that_holds_the_newest() -> (
+    None
+):
     saved = run_and_save("abc", {"a": 1, "b": 2, "c": 3})
     islands: dict[str, Island] = {}
     has_come, has_begun = threading.Event(), threading.Barrier(3)
@@ -64,7 +75,10 @@ def test_an_island_that_has_taken_a_newer_state_still_waits_for_the_one_that_hol
     def script(island: Island) -> tuple[int, str, bool]:
         if island.name == "c":
             # b can give its state before all have come, and a takes it.
-            wait_until(lambda: "a" in islands and islands["a"].outer.position.round == 2, "a takes the state of b")
+            wait_until(
+                lambda: "a" in islands and islands["a"].outer.position.round == 2,
+                "a takes the state of b",
+            )
             time.sleep(0.5)
             has_come.set()
         restore(island, saved[island.name])
@@ -78,7 +92,9 @@ def test_an_island_that_has_taken_a_newer_state_still_waits_for_the_one_that_hol
     assert found == dict.fromkeys("abc", (3, saved["c"][1]["digest"], True))
 
 
-def test_an_island_that_comes_while_donors_are_looked_for_is_looked_at_before_the_wait_ends() -> None:
+def test_an_island_that_comes_while_donors_are_looked_for_is_looked_at_before_the_wait_ends() -> (
+    None
+):
     come: list[Member] = []
 
     def find_donors() -> list[Member]:
@@ -89,7 +105,9 @@ def test_an_island_that_comes_while_donors_are_looked_for_is_looked_at_before_th
     assert wait_for_donors(find_donors, WallClock(), GUARD_SECONDS, is_hopeless=lambda: bool(come))
 
 
-def test_an_island_that_comes_back_to_a_run_that_goes_on_does_not_wait_for_one_that_is_gone() -> None:
+def test_an_island_that_comes_back_to_a_run_that_goes_on_does_not_wait_for_one_that_is_gone() -> (
+    None
+):
     saved = run_and_save("abc", {"a": 1, "b": 1, "c": 1})
     goes_on, is_back = threading.Event(), threading.Event()
 
@@ -138,7 +156,9 @@ def test_a_checkpoint_keeps_the_certificate_with_which_one_island_convinces_a_fr
     has_proof: bool, entered_at: int
 ) -> None:
     tensors, facts = run_and_save("ab", {"a": 3, "b": 3})["a"]
-    facts = facts if has_proof else {name: value for name, value in facts.items() if name != "proof"}
+    facts = (
+        facts if has_proof else {name: value for name, value in facts.items() if name != "proof"}
+    )
     has_begun, has_entered = threading.Event(), threading.Event()
 
     def resumes(island: Island) -> int:
@@ -157,6 +177,8 @@ def test_a_checkpoint_keeps_the_certificate_with_which_one_island_convinces_a_fr
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreed, "RESUME_SECONDS", 0.5)  # The other island that was in the run does not come.
+        patch.setattr(
+            agreed, "RESUME_SECONDS", 0.5
+        )  # The other island that was in the run does not come.
         found = run_islands({"a": resumes, "c": joins}, config(1, quorum=2))
     assert found == {"a": 3, "c": entered_at}

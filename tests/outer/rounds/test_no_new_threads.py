@@ -1,4 +1,6 @@
-"""A round needs no new thread: an island that makes one for each stands still when there is none to be had."""
+"""A round needs no new thread: an island that makes one for each stands still when there is none to
+be had.
+"""
 
 import subprocess
 import sys
@@ -13,7 +15,11 @@ from tests.outer.without_threads import NUM_ROUNDS
 
 def test_rounds_go_on_in_a_process_that_can_make_no_more_threads() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.outer.without_threads"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "tests.outer.without_threads"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.stdout == f"can't start new thread\n{NUM_ROUNDS} rounds\n", done.stderr
 
@@ -42,7 +48,9 @@ def test_who_waits_for_a_worker_whose_thread_is_gone_is_told_so() -> None:
 
     worker = ThreadWorker("test rounds")
     worker.start(end_the_thread).join()
-    with pytest.raises(RuntimeError, match="the thread 'test rounds' has ended before its work was done"):
+    with pytest.raises(
+        RuntimeError, match="the thread 'test rounds' has ended before its work was done"
+    ):
         worker.start(lambda: None).join()
 
 
@@ -53,9 +61,13 @@ def test_a_workers_thread_ends_when_nobody_holds_the_worker() -> None:
     assert has_ended.wait(60)
 
 
-def test_a_thread_that_dies_before_it_begins_is_not_waited_for_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_dies_before_it_begins_is_not_waited_for_without_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("outer.threads._thread.start_new_thread", lambda *_: 0)
-    with pytest.raises(RuntimeError, match=r"has not begun within 0.01 s: there may be too little memory"):
+    with pytest.raises(
+        RuntimeError, match=r"has not begun within 0.01 s: there may be too little memory"
+    ):
         start_thread(lambda: None, "stillborn", seconds=0.01)
 
 

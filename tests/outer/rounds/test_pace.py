@@ -12,13 +12,25 @@ def steps_beside(own: float, *others: float) -> int:
     """Of 500 steps, those that island a makes after a plan with these step times."""
     seconds = {"a": own} | {f"b{number}": each for number, each in enumerate(others)}
     pace = Pace(OuterConfig(local_steps="dynamic"), "a", Deadlines(3.0))
-    plan = Plan(round=0, attempt=0, planner="a", participants=[ready(name, each) for name, each in seconds.items()])
+    plan = Plan(
+        round=0,
+        attempt=0,
+        planner="a",
+        participants=[ready(name, each) for name, each in seconds.items()],
+    )
     pace.observe_commit(plan, now=0.0)
     return pace.of(500)
 
 
 def ready(name: str, step_seconds: float) -> Ready:
-    fields = {"island": name, "incarnation": "0" * 8, "key": "0" * 64, "round": 0, "attempt": 0, "digest": "0" * 16}
+    fields = {
+        "island": name,
+        "incarnation": "0" * 8,
+        "key": "0" * 64,
+        "round": 0,
+        "attempt": 0,
+        "digest": "0" * 16,
+    }
     numbers = {"tokens": 1, "weight": 1, "base_tokens": 0, "step_seconds": step_seconds}
     addresses = {"carriers": [(0, 1)], "transport_addresses": ["t"], "control_addresses": ["c"]}
     return Ready(**fields, **numbers, **addresses)

@@ -1,4 +1,6 @@
-"""The outer loop of an island of several ranks, beside one of a single rank, as processes over gloo."""
+"""The outer loop of an island of several ranks, beside one of a single rank, as processes over
+gloo.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,14 +19,24 @@ from outer.network.event_loop import EventLoopThread
 from outer.space.ranks import RankGroup
 from outer.transports.loopback import Hub
 from tests.harness import run_ranks
-from tests.outer.islands import GUARD_SECONDS, FakeParams, Held, Island, Wrap, fails_in, identity_of, tensors
+from tests.outer.islands import (
+    GUARD_SECONDS,
+    FakeParams,
+    Held,
+    Island,
+    Wrap,
+    fails_in,
+    identity_of,
+    tensors,
+)
 from tests.outer.nets import key_of
 from tests.outer.rounds.test_audited_rounds import lie
 from tests.outer.streams import Stream, layered
 from tests.outer.test_loop import TOKENS, assert_equal, reference
 
 CONFIG = OuterConfig(transport="gloo", start_islands=2, wait_seconds=GUARD_SECONDS)
-# Island a is process 0 and holds everything; b is the others, which share wq and hold one half of the rest each.
+# Island a is process 0 and holds everything; b is the others, which share wq and hold one half of
+# the rest each.
 LAYOUTS = [
     None,
     [
@@ -39,8 +51,16 @@ LAYOUTS = [
 # Of the second of three fragments, layer 1, the first rank of b holds nothing.
 LAYERED = [
     None,
-    [Held("embed", (0, 13), (0, 7)), Held("layers.0.w", (0, 6), (0, 5)), Held("head", (0, 3), (0, 13))],
-    [Held("layers.1.w", (0, 4), (0, 9)), Held("layers.2.w", (0, 6), (0, 5)), Held("head", (3, 7), (0, 13))],
+    [
+        Held("embed", (0, 13), (0, 7)),
+        Held("layers.0.w", (0, 6), (0, 5)),
+        Held("head", (0, 3), (0, 13)),
+    ],
+    [
+        Held("layers.1.w", (0, 4), (0, 9)),
+        Held("layers.2.w", (0, 6), (0, 5)),
+        Held("head", (3, 7), (0, 13)),
+    ],
 ]
 
 
@@ -53,9 +73,13 @@ def on_island(
 ) -> object:
     """Run `script` as one rank of island a or b; the last rank has the faulty transport."""
     groups = [dist.new_group([1, 2]) for _ in range(2)]
-    name, rank, ranks = ("a", 0, RankGroup()) if process == 0 else ("b", process - 1, RankGroup(*groups))
+    name, rank, ranks = (
+        ("a", 0, RankGroup()) if process == 0 else ("b", process - 1, RankGroup(*groups))
+    )
     loop = EventLoopThread()
-    settings = NetworkSettings(run_id="run", island=name, rank=rank, island_key=key_of(name), bootstrap=[address])
+    settings = NetworkSettings(
+        run_id="run", island=name, rank=rank, island_key=key_of(name), bootstrap=[address]
+    )
     network = loop.run(open_network("gloo", settings), GUARD_SECONDS)
     if process == 2 and fault is not None:
         network.transport = fault(Hub(), network.transport)
@@ -131,7 +155,10 @@ def sliced(flat: torch.Tensor, layout: list[Held]) -> torch.Tensor:
     """What a rank holds of the whole model's flat vector."""
     named = tensors()
     parts = flat.split([values.numel() for values in named.values()])
-    whole = {name: part.view(values.shape) for part, (name, values) in zip(parts, named.items(), strict=True)}
+    whole = {
+        name: part.view(values.shape)
+        for part, (name, values) in zip(parts, named.items(), strict=True)
+    }
     return FakeParams(whole, layout).flat()
 
 
@@ -163,7 +190,11 @@ def test_an_attempt_that_fails_on_one_rank_is_aborted_by_all_and_the_next_commit
         train_whole(island, 1)
         aborted = island.attempt(100)
         later = [island.commit(), island.commit()]
-        return [r.is_committed for r in (aborted, *later)], [r.attempt for r in (aborted, *later)], later[1].digest
+        return (
+            [r.is_committed for r in (aborted, *later)],
+            [r.attempt for r in (aborted, *later)],
+            later[1].digest,
+        )
 
     found = islands_of_ranks(script, fails_in(1))
     assert found[0][:2] == ([False, True, True], [0, 1, 0])
@@ -194,9 +225,19 @@ def stream(config: OuterConfig, island: Island, rank: int) -> tuple[list[str], t
     return [landing.reports[-1].digest for landing in made.landings], made.global_params()
 
 
-@pytest.mark.parametrize("changes", [{"delay": 2, "mix": 0.5}, {"delay": 2, "eager": True}, {"codec": "int8"}], ids=str)
-def test_fragments_that_a_rank_has_nothing_of_stream_as_in_an_island_of_one_rank(changes: dict) -> None:
-    fields = {"transport": "gloo", "start_islands": 2, "wait_seconds": GUARD_SECONDS, "rounds": 2, "inner_steps": 7}
+@pytest.mark.parametrize(
+    "changes", [{"delay": 2, "mix": 0.5}, {"delay": 2, "eager": True}, {"codec": "int8"}], ids=str
+)
+def test_fragments_that_a_rank_has_nothing_of_stream_as_in_an_island_of_one_rank(
+    changes: dict,
+) -> None:
+    fields = {
+        "transport": "gloo",
+        "start_islands": 2,
+        "wait_seconds": GUARD_SECONDS,
+        "rounds": 2,
+        "inner_steps": 7,
+    }
     config = OuterConfig(**fields, fragments=3, **changes)
     whole, first, second = islands_of_ranks(partial(stream, config), config=config)
     assert whole[0] == first[0] == second[0] and len(whole[0]) == 6

@@ -1,4 +1,6 @@
-"""A checkpoint that others wrote may hold what no island saves: it is refused before anything goes on from it."""
+"""A checkpoint that others wrote may hold what no island saves: it is refused before anything goes
+on from it.
+"""
 
 import math
 from typing import Any
@@ -20,7 +22,13 @@ CONFIG = OuterConfig(
     coding=CodingConfig(feedback=1.0),
     optimizer=OuterOptimizerConfig(delayed=True),
 )
-PREFIXES = ("outer/params/", "outer/momentum/", "outer/residual/", "outer/mean_residual/", "outer/pushes/")
+PREFIXES = (
+    "outer/params/",
+    "outer/momentum/",
+    "outer/residual/",
+    "outer/mean_residual/",
+    "outer/pushes/",
+)
 
 
 def save(island: Island) -> Saved:
@@ -31,7 +39,9 @@ def save(island: Island) -> Saved:
 
 
 def restore_each(saved: Saved, poisoned: list[tuple[str, float]]) -> list[str]:
-    """What an island says to the saved tensors with this value in one of the name's, for each of the pairs."""
+    """What an island says to the saved tensors with this value in one of the name's, for each of
+    the pairs.
+    """
 
     def script(island: Island) -> list[str]:
         said = []
@@ -52,7 +62,9 @@ def restore_each(saved: Saved, poisoned: list[tuple[str, float]]) -> list[str]:
 def test_tensors_that_are_not_finite_and_impossible_pushes_are_refused_by_name() -> None:
     saved = run_islands({"a": save}, CONFIG)["a"]
     names = [next(name for name in saved[0] if name.startswith(prefix)) for prefix in PREFIXES]
-    found = restore_each(saved, [(name, value) for name in names for value in (math.nan, math.inf, -math.inf)])
+    found = restore_each(
+        saved, [(name, value) for name in names for value in (math.nan, math.inf, -math.inf)]
+    )
     assert all("holds inf or nan" in text for text in found)
     assert [name for name in names if not any(name in text for text in found)] == []
     impossible = restore_each(saved, [(names[-1], value) for value in (-1.0, 0.5, 1e9)])

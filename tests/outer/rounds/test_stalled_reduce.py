@@ -18,7 +18,9 @@ REDUCE_SECONDS = 0.2
 
 
 class NeverConnects(ForwardingTransport):
-    """A transport whose group never comes together, as with participants that join a plan and do nothing."""
+    """A transport whose group never comes together, as with participants that join a plan and do
+    nothing.
+    """
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await asyncio.Event().wait()

@@ -13,7 +13,9 @@ from outer.routes.relay import Relay, RelayLimits
 
 
 @asynccontextmanager
-async def relays(count: int = 1, limits: RelayLimits | None = None, **own: Any) -> AsyncIterator[list[Relay]]:
+async def relays(
+    count: int = 1, limits: RelayLimits | None = None, **own: Any
+) -> AsyncIterator[list[Relay]]:
     """Open relays on loopback and close them at the end."""
     opened = [Relay(limits or RelayLimits(), **own) for _ in range(count)]
     for relay in opened:
@@ -38,7 +40,9 @@ async def connected(relay: Relay) -> socket.socket:
 
 
 async def answered(relay: Relay, *said: Message | bytes) -> str:
-    """The words with which a relay refuses what is said to it, or "" if it ends the connection without any."""
+    """The words with which a relay refuses what is said to it, or "" if it ends the connection
+    without any.
+    """
     connection = await connected(relay)
     try:
         for each in said:

@@ -1,11 +1,20 @@
-"""Addresses over TLS: their text, what is malformed, and what a user may give as a relay or leave out."""
+"""Addresses over TLS: their text, what is malformed, and what a user may give as a relay or leave
+out.
+"""
 
 import pytest
 
 from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings
 from outer.errors import InputError, MessageError
-from outer.routes.addresses import IslandAddress, RelayTarget, Route, find_key, parse_island_address, parse_relays
+from outer.routes.addresses import (
+    IslandAddress,
+    RelayTarget,
+    Route,
+    find_key,
+    parse_island_address,
+    parse_relays,
+)
 from outer.transports.tls.addresses import build_address, choose_announced_host
 from tests.outer.nets import run
 
@@ -49,7 +58,9 @@ def test_malformed_routes_are_refused(routes: str):
         parse_island_address(f"tls:{KEY}@{routes}")
 
 
-@pytest.mark.parametrize("text", ["", "relay", "relay:0", "0.0.0.0:1", "relay:1/0/calls", "tcp://relay:1"])
+@pytest.mark.parametrize(
+    "text", ["", "relay", "relay:0", "0.0.0.0:1", "relay:1/0/calls", "tcp://relay:1"]
+)
 def test_what_is_no_relay_is_refused_with_what_is_allowed(text: str):
     with pytest.raises(InputError, match=r"island\.relays: got .*; allowed: HOST:PORT"):
         parse_relays([text])
@@ -57,7 +68,11 @@ def test_what_is_no_relay_is_refused_with_what_is_allowed(text: str):
 
 def test_only_what_others_can_reach_is_announced_beside_relays():
     assert choose_announced_host("127.0.0.1", None) == "127.0.0.1"
-    assert choose_announced_host("127.0.0.1", None, RELAYS) is choose_announced_host("0.0.0.0", None, RELAYS) is None
+    assert (
+        choose_announced_host("127.0.0.1", None, RELAYS)
+        is choose_announced_host("0.0.0.0", None, RELAYS)
+        is None
+    )
     assert choose_announced_host("0.0.0.0", "203.0.113.7", RELAYS) == "203.0.113.7"
     assert choose_announced_host("10.0.0.4", None, RELAYS) == "10.0.0.4"
 

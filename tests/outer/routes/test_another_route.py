@@ -18,13 +18,19 @@ SIZE = 1 << 19
 
 
 @asynccontextmanager
-async def two_relays(of_a: bool = False) -> AsyncIterator[tuple[list[Relay], Network, Network, Swarm]]:
-    """Islands a and b, of which b, and perhaps a, is reached by two relays only. Both are in a group."""
+async def two_relays(
+    of_a: bool = False,
+) -> AsyncIterator[tuple[list[Relay], Network, Network, Swarm]]:
+    """Islands a and b, of which b, and perhaps a, is reached by two relays only. Both are in a
+    group.
+    """
     async with relays(2) as both, swarm("tls", connect_seconds=5) as place:
         by = addresses(both)
         a, b = await place.open(A, relays=by if of_a else ()), await place.open(B, relays=by)
         for relay in both:
-            await wait_for(lambda relay=relay: asyncio.sleep(0, len(relay._ranks)), 1 + of_a, seconds=5)
+            await wait_for(
+                lambda relay=relay: asyncio.sleep(0, len(relay._ranks)), 1 + of_a, seconds=5
+            )
         await connect({A: a, B: b}, "1")
         yield both, a, b, place
 
@@ -36,19 +42,30 @@ def test_payloads_under_way_come_by_the_other_relay(of_a: bool):
             for round_number in range(3):
                 tags = [tag(part, round_number) for part in range(12)]
                 ways = [(a, b, A, B), (b, a, B, A)]
-                sends = [one.transport.send(you, t, payload(SIZE, t.part)) for one, _, _, you in ways for t in tags]
+                sends = [
+                    one.transport.send(you, t, payload(SIZE, t.part))
+                    for one, _, _, you in ways
+                    for t in tags
+                ]
                 receives = [two.transport.recv(me, t, SIZE) for _, two, me, _ in ways for t in tags]
                 work = asyncio.gather(*sends, *receives)
                 if round_number == 1:
                     meter = both[0]._islands[key_of("b").public].meter
                     enough = meter.num_bytes + 2 * SIZE
                     await wait_for(
-                        lambda meter=meter, enough=enough: asyncio.sleep(0, meter.num_bytes > enough), True, seconds=5
+                        lambda meter=meter, enough=enough: asyncio.sleep(
+                            0, meter.num_bytes > enough
+                        ),
+                        True,
+                        seconds=5,
                     )
                     await both[0].close()
                 got = (await work)[len(sends) :]
                 assert all(each.equal(payload(SIZE, i % 12)) for i, each in enumerate(got))
-                assert not a.transport._group.mailbox._arrived and not b.transport._group.mailbox._arrived
+                assert (
+                    not a.transport._group.mailbox._arrived
+                    and not b.transport._group.mailbox._arrived
+                )
             assert a.rejections.total + b.rejections.total == 0
 
     run(main())
@@ -58,8 +75,14 @@ def test_an_idle_stream_is_replaced_before_it_is_needed():
     async def main() -> None:
         async with two_relays() as (both, a, b, _):
             await both[0].close()
-            await wait_for(lambda: asyncio.sleep(0, both[1]._islands[key_of("b").public].num_connections), 2, seconds=5)
-            _, got = await asyncio.gather(a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9))
+            await wait_for(
+                lambda: asyncio.sleep(0, both[1]._islands[key_of("b").public].num_connections),
+                2,
+                seconds=5,
+            )
+            _, got = await asyncio.gather(
+                a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9)
+            )
             assert got.equal(payload(9))
 
     run(main())
@@ -79,7 +102,9 @@ def test_who_leaves_a_group_is_lost_to_it_at_once_and_not_dialled_again():
             assert time.monotonic() - began < 4
             await a.transport.disconnect()
             await connect({A: a, B: b}, "2")
-            _, got = await asyncio.gather(a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9))
+            _, got = await asyncio.gather(
+                a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9)
+            )
             assert got.equal(payload(9)) and a.rejections.total + b.rejections.total == 0
 
     run(main())

@@ -24,8 +24,17 @@ ROOT = Path(__file__).parents[3]
 @contextmanager
 def proxy(login: str = "") -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
     """A proxy in a process of its own, and its port."""
-    command = [sys.executable, "-m", "diloco.network_emulation.proxy", "127.0.0.1", "0", *([login] if login else [])]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
+    command = [
+        sys.executable,
+        "-m",
+        "diloco.network_emulation.proxy",
+        "127.0.0.1",
+        "0",
+        *([login] if login else []),
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent
+    )
     try:
         assert process.stdout is not None
         yield int(process.stdout.readline()), process
@@ -52,8 +61,15 @@ def test_an_island_behind_a_proxy_takes_part_and_dials_nothing_else(scheme: str)
                 b = await place.open(B, relays=addresses([relay]), proxy=url)
                 await connect({A: a, B: b}, "1")
                 await exchange(a, b)
-                calls, payloads = (each.rpartition("@")[2] for each in (a.messenger.address, a.transport.address))
-                return {calls, payloads, *addresses([relay]), place.bootstrap[0].removeprefix("tcp://")}
+                calls, payloads = (
+                    each.rpartition("@")[2] for each in (a.messenger.address, a.transport.address)
+                )
+                return {
+                    calls,
+                    payloads,
+                    *addresses([relay]),
+                    place.bootstrap[0].removeprefix("tcp://"),
+                }
 
         dialled = run(main())
         assert end_and_read(process) == dialled
@@ -66,10 +82,15 @@ def test_a_proxy_that_refuses_is_named(scheme: str):
 
     with (
         proxy() as (port, _),
-        pytest.raises(ConnectionRefusedError, match=rf"the proxy 127\.0\.0\.1:{port}: .*(502|refuses)"),
+        pytest.raises(
+            ConnectionRefusedError, match=rf"the proxy 127\.0\.0\.1:{port}: .*(502|refuses)"
+        ),
     ):
         asyncio.run(ask(f"{scheme}://127.0.0.1:{port}"))
-    with proxy("me:right") as (port, _), pytest.raises(ConnectionRefusedError, match=r"407|name and password"):
+    with (
+        proxy("me:right") as (port, _),
+        pytest.raises(ConnectionRefusedError, match=r"407|name and password"),
+    ):
         asyncio.run(ask(f"{scheme}://me:wrong@127.0.0.1:{port}"))
 
 
@@ -83,7 +104,9 @@ def test_bytes_that_are_no_proxys_answer_are_refused():
         port = server.sockets[0].getsockname()[1]
         try:
             with pytest.raises(ConnectionRefusedError, match="the proxy"):
-                await asyncio.wait_for(Dialer(parse_proxy(f"{scheme}://127.0.0.1:{port}")).connect(Route("x", 1)), 5)
+                await asyncio.wait_for(
+                    Dialer(parse_proxy(f"{scheme}://127.0.0.1:{port}")).connect(Route("x", 1)), 5
+                )
         finally:
             server.close()
 

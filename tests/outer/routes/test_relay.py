@@ -27,18 +27,25 @@ async def exchange(a: Network, b: Network, num_bytes: int = 1 << 20) -> None:
     """Send a payload each way, and a call each way."""
     for one, two, me, you in ((a, b, A, B), (b, a, B, A)):
         _, got = await asyncio.gather(
-            one.transport.send(you, tag(0), payload(num_bytes)), two.transport.recv(me, tag(0), num_bytes)
+            one.transport.send(you, tag(0), payload(num_bytes)),
+            two.transport.recv(me, tag(0), num_bytes),
         )
         assert got.equal(payload(num_bytes))
         two.messenger.serve("echo", echo)
-        assert await one.messenger.call(two.messenger.address, "echo", b"words", timeout_seconds=5) == b"words"
+        assert (
+            await one.messenger.call(two.messenger.address, "echo", b"words", timeout_seconds=5)
+            == b"words"
+        )
 
 
 def test_an_island_that_only_dials_out_takes_part_through_a_relay():
     async def main() -> None:
         async with relays() as [relay], swarm("tls") as place:
             a, b = await place.open(A), await place.open(B, relays=addresses([relay]))
-            for address, door in ((b.messenger.address, "calls"), (b.transport.address, "payloads")):
+            for address, door in (
+                (b.messenger.address, "calls"),
+                (b.transport.address, "payloads"),
+            ):
                 [route] = parse_island_address(address).routes
                 assert str(route) == f"127.0.0.1:{relay.port}/0/{door}"
             await connect({A: a, B: b}, "1")
@@ -50,7 +57,10 @@ def test_an_island_that_only_dials_out_takes_part_through_a_relay():
 def test_two_islands_that_only_dial_out_reach_each_other():
     async def main() -> None:
         async with relays(2) as two, swarm("tls") as place:
-            a, b = await place.open(A, relays=addresses(two[:1])), await place.open(B, relays=addresses(two[1:]))
+            a, b = (
+                await place.open(A, relays=addresses(two[:1])),
+                await place.open(B, relays=addresses(two[1:])),
+            )
             await connect({A: a, B: b}, "1")
             await exchange(a, b)
 
@@ -68,7 +78,9 @@ def test_a_direct_address_comes_before_the_relays_and_a_relay_is_used_if_it_fail
                 assert [route.behind is None for route in routes] == [True, False]
             await connect({A: a, B: b, C: c}, "1")
             assert relay._islands[key_of("b").public].num_connections == 1, "its registration"
-            assert relay._islands[key_of("c").public].num_connections == 3, "and payloads of two islands"
+            assert relay._islands[key_of("c").public].num_connections == 3, (
+                "and payloads of two islands"
+            )
             await exchange(a, b)
 
     run(main())
@@ -82,7 +94,9 @@ def test_a_relay_that_lies_is_found_out():
             c.messenger.serve("echo", echo)
             with pytest.raises(PeerLost, match="c/0 answers where b/0 was expected"):
                 await connect({A: a, B: b}, "1")
-            with pytest.raises(PeerLost, match="c/0 answers where the island of another key was expected"):
+            with pytest.raises(
+                PeerLost, match="c/0 answers where the island of another key was expected"
+            ):
                 await a.messenger.call(b.messenger.address, "echo", b"secret", timeout_seconds=5)
 
     run(main())
@@ -92,12 +106,17 @@ def test_the_next_try_goes_by_a_relay_that_does_not_lie():
     async def main() -> None:
         async with relays(2) as both, swarm("tls", connect_seconds=5) as place:
             a, b, _ = [await place.open(each, relays=addresses(both)) for each in (A, B, C)]
-            await wait_for(lambda: asyncio.sleep(0, [len(relay._ranks) for relay in both]), [3, 3], seconds=5)
+            await wait_for(
+                lambda: asyncio.sleep(0, [len(relay._ranks) for relay in both]), [3, 3], seconds=5
+            )
             both[0]._ranks[key_of("b").public, 0] = both[0]._ranks[key_of("c").public, 0]
             b.messenger.serve("echo", echo)
             with pytest.raises(PeerLost, match="of another key"):
                 await a.messenger.call(b.messenger.address, "echo", b"words", timeout_seconds=5)
-            assert await a.messenger.call(b.messenger.address, "echo", b"words", timeout_seconds=5) == b"words"
+            assert (
+                await a.messenger.call(b.messenger.address, "echo", b"words", timeout_seconds=5)
+                == b"words"
+            )
             with pytest.raises(PeerLost, match="c/0 answers where b/0"):
                 await connect({A: a, B: b}, "1")
             await connect({A: a, B: b}, "2")
@@ -154,9 +173,14 @@ def test_an_island_that_has_gone_is_lost_at_once():
 
 def test_an_island_that_no_relay_takes_says_why():
     async def main() -> None:
-        async with relays(allow=[key_of("a").public]) as [relay], swarm("tls", connect_seconds=1) as place:
+        async with (
+            relays(allow=[key_of("a").public]) as [relay],
+            swarm("tls", connect_seconds=1) as place,
+        ):
             await place.open(A, relays=addresses([relay]))
-            with pytest.raises(UnreachableError, match=rf"island\.relays: .*{key_of('b').public}: see its --allow"):
+            with pytest.raises(
+                UnreachableError, match=rf"island\.relays: .*{key_of('b').public}: see its --allow"
+            ):
                 await place.open(B, relays=addresses([relay]))
 
     run(main())
@@ -165,7 +189,9 @@ def test_an_island_that_no_relay_takes_says_why():
 async def registered(
     relay: Relay, key: IslandKey, signer: IslandKey | None = None, mac: str = ""
 ) -> tuple[socket.socket, str]:
-    """A connection that asks to register, and the words with which the relay refuses it, or "" if it does not."""
+    """A connection that asks to register, and the words with which the relay refuses it, or "" if
+    it does not.
+    """
     connection = await connected(relay)
     await wire.send(connection, register := Register(key=key.public, rank=0))
     body = wire.proof_body(await wire.receive(connection, wire.Challenge), register)
@@ -223,9 +249,16 @@ def test_what_a_stranger_may_ask_for_is_refused_in_words(monkeypatch: pytest.Mon
         async with relays(limits=RelayLimits(connections_of_island=2)) as [relay]:
             assert "is not registered here" in await answered(relay, dial)
             assert "no dialer waits" in await answered(relay, Answer(token="0" * 32))
-            assert "Joined where Register or Dial or Answer was expected" in await answered(relay, Joined())
+            assert "Joined where Register or Dial or Answer was expected" in await answered(
+                relay, Joined()
+            )
             assert await answered(relay) == ""  # silence
-            assert [kind for _, kind, _, _ in relay.rejections.drain()] == ["absent", "token", "header", "silent"]
+            assert [kind for _, kind, _, _ in relay.rejections.drain()] == [
+                "absent",
+                "token",
+                "header",
+                "silent",
+            ]
             held, _ = await registered(relay, key_of("b"))
             waiting = asyncio.create_task(answered(relay, dial))
             token = (await wire.receive(held, Incoming)).token
@@ -248,7 +281,9 @@ def test_an_island_that_does_not_answer_keeps_no_dialer_for_ever(monkeypatch: py
     async def main() -> None:
         async with relays() as [relay]:
             held, _ = await registered(relay, key_of("b"))
-            assert "did not answer in time" in await answered(relay, Dial(key=key_of("b").public, rank=0, door="calls"))
+            assert "did not answer in time" in await answered(
+                relay, Dial(key=key_of("b").public, rank=0, door="calls")
+            )
             assert not relay._pending
             held.close()
 
@@ -274,7 +309,9 @@ def test_a_rank_that_registers_again_replaces_itself():
             new, _ = await registered(relay, key_of("b"))
             with pytest.raises(ConnectionResetError):
                 await wire.receive(old, Incoming)
-            waiting = asyncio.create_task(answered(relay, Dial(key=key_of("b").public, rank=0, door="calls")))
+            waiting = asyncio.create_task(
+                answered(relay, Dial(key=key_of("b").public, rank=0, door="calls"))
+            )
             assert (await wire.receive(new, Incoming)).door == "calls"
             waiting.cancel()
             for each in (old, new):

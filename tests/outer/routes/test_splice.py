@@ -1,4 +1,6 @@
-"""What a relay forwards: all bytes, no faster than its limit, and no more of them in memory than its buffers."""
+"""What a relay forwards: all bytes, no faster than its limit, and no more of them in memory than
+its buffers.
+"""
 
 import asyncio
 import socket

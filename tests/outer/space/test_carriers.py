@@ -1,4 +1,6 @@
-"""The carrier of a part is a rank that holds much of it, and ranks carry about as much as each other."""
+"""The carrier of a part is a rank that holds much of it, and ranks carry about as much as each
+other.
+"""
 
 from math import prod
 
@@ -29,7 +31,10 @@ def find_carriers_by_element(space: Space, layout: Layout) -> list[int]:
     loads, carriers = [0] * len(layout), []
     for part in space.parts:
         held = holds[:, part.start : part.stop].sum(axis=1)
-        carrier = min((rank for rank in range(len(layout)) if 2 * held[rank] >= held.max()), key=loads.__getitem__)
+        carrier = min(
+            (rank for rank in range(len(layout)) if 2 * held[rank] >= held.max()),
+            key=loads.__getitem__,
+        )
         loads[carrier] += part.num_elements
         carriers.append(carrier)
     return carriers
@@ -70,8 +75,12 @@ def test_slices_in_any_order_give_the_same_carriers() -> None:
 
 
 def test_ranks_carry_alike_although_parts_are_larger_than_their_slices() -> None:
-    # 40 matrices over 20 ranks, in parts of two slices and a half: some ranks never hold most of a part.
+    # 40 matrices over 20 ranks, in parts of two slices and a half: some ranks never hold most of a
+    # part.
     space = Space([Spec(f"w{i}", (200, 10)) for i in range(40)], 250)
-    layout = [[Held(f"w{i}", (10 * rank, 10 * rank + 10), (0, 10)) for i in range(40)] for rank in range(20)]
+    layout = [
+        [Held(f"w{i}", (10 * rank, 10 * rank + 10), (0, 10)) for i in range(40)]
+        for rank in range(20)
+    ]
     carriers = find_carriers(space, *layout)
     assert {carriers.count(rank) for rank in range(20)} <= {15, 16, 17}

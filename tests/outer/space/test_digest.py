@@ -20,7 +20,9 @@ def test_several_tensors_are_digested_as_one_after_the_other() -> None:
     assert part_digest(values[:300], values[300:]) == part_digest(values)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
+)
 def test_every_dtype_is_digested_by_its_bytes(dtype: torch.dtype) -> None:
     values = torch.arange(100).to(dtype)
     assert part_digest(values) == part_digest(values.view(torch.uint8))
@@ -44,7 +46,13 @@ def test_a_strided_view_is_digested_as_its_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [torch.empty(0), torch.from_numpy(np.empty(0)), torch.tensor(3.0), torch.ones(4, requires_grad=True)]
+    "values",
+    [
+        torch.empty(0),
+        torch.from_numpy(np.empty(0)),
+        torch.tensor(3.0),
+        torch.ones(4, requires_grad=True),
+    ],
 )
 def test_empty_scalar_and_trained_tensors_have_digests(values: torch.Tensor) -> None:
     assert len(part_digest(values)) == DIGEST_BYTES

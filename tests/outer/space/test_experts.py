@@ -1,4 +1,6 @@
-"""Groups of experts, and what islands may claim of them: which claims, models and kinds of rounds are refused."""
+"""Groups of experts, and what islands may claim of them: which claims, models and kinds of rounds
+are refused.
+"""
 
 import pytest
 import torch
@@ -15,8 +17,14 @@ from tests.outer.islands import Spec
 from tests.outer.test_loop_experts import EXPERTS, PER_TOKEN, ROUTED, config, expert, model, specs
 
 BAD_CLAIMS = {
-    "add up to more": ((100, 100, 1, 0), "201 choices of experts were made in layer 1, but 2 x 100 tokens make 200"),
-    "add up to less": ((100, 0, 0, 99), "199 choices of experts were made in layer 1, but 2 x 100 tokens make 200"),
+    "add up to more": (
+        (100, 100, 1, 0),
+        "201 choices of experts were made in layer 1, but 2 x 100 tokens make 200",
+    ),
+    "add up to less": (
+        (100, 0, 0, 99),
+        "199 choices of experts were made in layer 1, but 2 x 100 tokens make 200",
+    ),
     "one expert too often": (
         (101, 99, 0, 0),
         "101 choices of experts 0 to 0 of layer 1, which 100 tokens can choose 100",
@@ -36,13 +44,21 @@ def test_an_impossible_claim_is_refused_by_name(counts: tuple[int, ...], problem
 
 FAIR = [100, 100, 0, 0, 100, 0, 100, 0]
 REFUSED_READIES = {
-    "counts in a run that does not weigh by them": (False, {"expert_counts": FAIR}, "which this run does not weigh by"),
+    "counts in a run that does not weigh by them": (
+        False,
+        {"expert_counts": FAIR},
+        "which this run does not weigh by",
+    ),
     "tokens in a run whose experts are as the rest": (
         False,
         {"expert_tokens": 1},
         "claims 1 tokens of experts, at most 0",
     ),
-    "more tokens than a round has": (True, {"expert_tokens": 5001, "expert_counts": FAIR}, "at most 5000 can be"),
+    "more tokens than a round has": (
+        True,
+        {"expert_tokens": 5001, "expert_counts": FAIR},
+        "at most 5000 can be",
+    ),
     "counts of an observer": (
         True,
         {"listens": True, "tokens": 0, "weight": 0, "expert_counts": FAIR},
@@ -52,8 +68,12 @@ REFUSED_READIES = {
 }
 
 
-@pytest.mark.parametrize(("routed", "changes", "problem"), REFUSED_READIES.values(), ids=REFUSED_READIES)
-def test_a_ready_with_impossible_counts_is_refused(routed: bool, changes: dict[str, object], problem: str) -> None:
+@pytest.mark.parametrize(
+    ("routed", "changes", "problem"), REFUSED_READIES.values(), ids=REFUSED_READIES
+)
+def test_a_ready_with_impossible_counts_is_refused(
+    routed: bool, changes: dict[str, object], problem: str
+) -> None:
     claims = build_claims(specs(), config(**ROUTED), PER_TOKEN) if routed else None
     rules = Rules(num_parts=NUM_PARTS, max_tokens=5000, experts=claims, has_observers=True)
     honest = ready("b", expert_tokens=100, expert_counts=FAIR) if routed else ready("b")
@@ -70,7 +90,9 @@ def test_a_plan_with_impossible_counts_of_another_island_is_objected_to() -> Non
     assert "'b' claims that 300 choices of experts" in (find_objection(plan, own, rules) or "")
     assert (
         find_objection(
-            plan.model_copy(update={"participants": [own, own.model_copy(update={"island": "b"})]}), own, rules
+            plan.model_copy(update={"participants": [own, own.model_copy(update={"island": "b"})]}),
+            own,
+            rules,
         )
         is None
     )
@@ -81,16 +103,27 @@ def test_claims_of_any_counts_are_possible_ones() -> None:
     claims = build_claims(specs(), config(**ROUTED, experts={"group": 3}), PER_TOKEN)
     assert claims is not None
     for tokens in (0, 1, 7, 100):
-        for routed in (0, tokens, 3 * tokens + 1):  # Padding and targets that do not count make them differ.
+        for routed in (
+            0,
+            tokens,
+            3 * tokens + 1,
+        ):  # Padding and targets that do not count make them differ.
             chosen = torch.randint(0, routed + 1, (1,), generator=generator).item()
-            counts = {group: chosen if group.first else PER_TOKEN * routed - chosen for group in claims.groups[0]}
+            counts = {
+                group: chosen if group.first else PER_TOKEN * routed - chosen
+                for group in claims.groups[0]
+            }
             claims.check("a", 0, tokens, claims.fill(0, counts, tokens))
     assert sum(apportion([1, 1, 1], 100)) == 100
 
 
 @pytest.mark.parametrize("num_islands", [2, 4, 16])
-def test_a_liar_who_claims_all_its_tokens_for_one_expert_weighs_at_most_as_the_bound_says(num_islands: int) -> None:
-    """docs/security.md: 1 / (1 + (n - 1) k / E) of the expert's mean, if the others use all experts equally."""
+def test_a_liar_who_claims_all_its_tokens_for_one_expert_weighs_at_most_as_the_bound_says(
+    num_islands: int,
+) -> None:
+    """docs/security.md: 1 / (1 + (n - 1) k / E) of the expert's mean, if the others use all experts
+    equally.
+    """
     tokens, honest = 1000, PER_TOKEN * 1000 // EXPERTS
     claims = build_claims(specs(), config(num_islands, **ROUTED), PER_TOKEN)
     assert claims is not None
@@ -111,23 +144,39 @@ def is_possible(check: object, tokens: int, count: int) -> bool:
 REFUSED = {
     "rounds would leave experts out": ({"experts": {"every": 3}}, "does not divide rounds"),
     "a group without weights": ({"experts": {"group": 2}}, "which is for weights by routed tokens"),
-    "moments": ({"moments": (1, 1), "merge": {"experts": "routed"}}, "moments are averaged with the weights"),
+    "moments": (
+        {"moments": (1, 1), "merge": {"experts": "routed"}},
+        "moments are averaged with the weights",
+    ),
     "quorum": ({"experts": {"every": 2}, "wait_for": "quorum"}, "number of rounds is not known"),
-    "gossip": ({"gossip": {}, "merge": {"experts": "routed"}}, "gossip has no rounds of all islands"),
-    "gossip less often": ({"gossip": {}, "experts": {"every": 2}}, "gossip has no rounds of all islands"),
-    "a rule that compares": ({"experts": {"every": 2}, "merge": {"min_cosine": 0.0}}, "which has no experts"),
+    "gossip": (
+        {"gossip": {}, "merge": {"experts": "routed"}},
+        "gossip has no rounds of all islands",
+    ),
+    "gossip less often": (
+        {"gossip": {}, "experts": {"every": 2}},
+        "gossip has no rounds of all islands",
+    ),
+    "a rule that compares": (
+        {"experts": {"every": 2}, "merge": {"min_cosine": 0.0}},
+        "which has no experts",
+    ),
 }
 
 
 @pytest.mark.parametrize(("changes", "problem"), REFUSED.values(), ids=REFUSED)
-def test_a_kind_of_round_that_cannot_do_it_is_refused(changes: dict[str, object], problem: str) -> None:
+def test_a_kind_of_round_that_cannot_do_it_is_refused(
+    changes: dict[str, object], problem: str
+) -> None:
     with pytest.raises(ValueError, match=problem):
         config(**changes)
 
 
 def test_a_model_without_experts_or_without_counts_is_refused() -> None:
     dense = [spec for spec in specs() if spec.expert is None]
-    with pytest.raises(InputError, match=r"outer.experts is for mixtures of experts, and the model has no experts"):
+    with pytest.raises(
+        InputError, match=r"outer.experts is for mixtures of experts, and the model has no experts"
+    ):
         build_claims(dense, config(experts={"codec": "int4"}), 0)
     with pytest.raises(InputError, match="needs the counts of our own routers"):
         build_claims(specs(), config(**ROUTED), 0)
@@ -141,7 +190,10 @@ def test_experts_have_a_codec_of_their_own_and_are_missing_in_rounds_without_the
     outer = config(experts={"codec": "int4", "every": 2}, codec="bf16", part_elements=1 << 12)
     space = build_space(large, outer)
     codecs = build_codec_choice(outer)
-    sizes = {p.is_experts: codecs.codec_for(p).num_bytes(p.num_elements) / p.num_elements for p in space.parts}
+    sizes = {
+        p.is_experts: codecs.codec_for(p).num_bytes(p.num_elements) / p.num_elements
+        for p in space.parts
+    }
     assert sizes[False] == 2.0 and 0.5 <= sizes[True] < 0.6
     assert all(codecs.mean_codec_for(p) is codecs.codec_for(p) for p in space.parts)
     without, with_experts = round_bytes(outer, tuple(large), 3)

@@ -14,7 +14,9 @@ from tests.outer.streams import FRAGMENTS, config, layered, specs
 
 
 @pytest.mark.parametrize("inner_steps,fragments", [(1, 1), (7, 3), (12, 4), (5, 5), (100, 9)])
-def test_every_fragment_is_sent_exactly_once_in_inner_steps(inner_steps: int, fragments: int) -> None:
+def test_every_fragment_is_sent_exactly_once_in_inner_steps(
+    inner_steps: int, fragments: int
+) -> None:
     schedule = FragmentSchedule(inner_steps, fragments)
     sent = [(r % fragments, schedule.end(r)) for r in range(4 * fragments)]
     for fragment in range(fragments):
@@ -47,7 +49,9 @@ def test_balanced_fragments_are_at_most_four_thirds_of_the_mean_when_units_allow
 
 
 def test_more_fragments_than_the_model_has_layers_is_an_error_that_says_how_many_fit() -> None:
-    with pytest.raises(InputError, match=r"outer.fragments: got 7, .* 3 layers .* set outer.fragments=4 or lower"):
+    with pytest.raises(
+        InputError, match=r"outer.fragments: got 7, .* 3 layers .* set outer.fragments=4 or lower"
+    ):
         assign_fragments(specs(), config(1, fragments=7))
 
 
@@ -58,7 +62,9 @@ def test_more_fragments_than_the_model_has_layers_is_an_error_that_says_how_many
         ({"inner_steps": 8, "fragments": 4, "delay": 3}, "set delay to 2 or less"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused_with_the_cure(values: dict[str, int], text: str) -> None:
+def test_a_schedule_that_cannot_be_is_refused_with_the_cure(
+    values: dict[str, int], text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         OuterConfig(**values)
 

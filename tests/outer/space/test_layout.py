@@ -42,17 +42,23 @@ def held_slices(draw: st.DrawFn) -> tuple[Space, Held]:
 
 @given(shape=SHAPES, start=st.integers(-5, 230), stop=st.integers(-5, 230))
 @settings(max_examples=200, deadline=None)
-def test_rectangles_cover_a_range_exactly_once_and_in_order(shape: tuple[int, ...], start: int, stop: int) -> None:
+def test_rectangles_cover_a_range_exactly_once_and_in_order(
+    shape: tuple[int, ...], start: int, stop: int
+) -> None:
     matrix = torch.arange(prod(shape)).view(matrix_shape(shape))
     found = list(rectangles(start, stop, shape))
-    covered = [i for rows, cols in found for i in matrix[slice(*rows), slice(*cols)].flatten().tolist()]
+    covered = [
+        i for rows, cols in found for i in matrix[slice(*rows), slice(*cols)].flatten().tolist()
+    ]
     assert covered == list(range(max(start, 0), min(stop, prod(shape))))
     assert len(found) <= 3
 
 
 @given(case=held_slices())
 @settings(max_examples=200, deadline=None)
-def test_pieces_hold_every_element_of_a_slice_once_at_its_place_in_the_part(case: tuple[Space, Held]) -> None:
+def test_pieces_hold_every_element_of_a_slice_once_at_its_place_in_the_part(
+    case: tuple[Space, Held],
+) -> None:
     space, held = case
     inside = matrix_of(space, held.name)[slice(*held.rows), slice(*held.cols)]
     covered = []
@@ -62,29 +68,43 @@ def test_pieces_hold_every_element_of_a_slice_once_at_its_place_in_the_part(case
         cols = torch.arange(values.shape[1]).unsqueeze(0)
         part = space.parts[piece.part]
         place = piece.offset + rows * piece.stride + cols
-        assert torch.equal(place + part.start, values), "an element's place in the part is its place in the flat vector"
+        assert torch.equal(place + part.start, values), (
+            "an element's place in the part is its place in the flat vector"
+        )
         assert int(place.max()) < part.num_elements
         assert piece.num_elements == values.numel() > 0
         covered += values.flatten().tolist()
     assert sorted(covered) == inside.flatten().tolist()
 
 
-@given(shapes=st.lists(SHAPES, max_size=5), part_elements=st.integers(1, 300), block=st.integers(1, 300))
+@given(
+    shapes=st.lists(SHAPES, max_size=5),
+    part_elements=st.integers(1, 300),
+    block=st.integers(1, 300),
+)
 @settings(max_examples=200, deadline=None)
 def test_parts_cover_the_flat_vector_at_multiples_of_the_block(
     shapes: list[tuple[int, ...]], part_elements: int, block: int
 ) -> None:
     space = Space(specs_of(shapes), part_elements, block)
     covered = [i for part in space.parts for i in range(part.start, part.stop)]
-    assert covered == list(range(space.num_elements)) and space.num_elements == sum(map(prod, shapes))
+    assert covered == list(range(space.num_elements)) and space.num_elements == sum(
+        map(prod, shapes)
+    )
     assert [part.index for part in space.parts] == list(range(len(space.parts)))
     assert all(part.start % block == 0 for part in space.parts)
     assert all(0 < part.num_elements <= max(part_elements, block) for part in space.parts)
 
 
-@given(num_elements=st.integers(0, 10**7), part_elements=st.integers(256, 1 << 20), islands=st.integers(1, 300))
+@given(
+    num_elements=st.integers(0, 10**7),
+    part_elements=st.integers(256, 1 << 20),
+    islands=st.integers(1, 300),
+)
 @settings(max_examples=100, deadline=None)
-def test_no_part_is_longer_than_an_island_s_share(num_elements: int, part_elements: int, islands: int) -> None:
+def test_no_part_is_longer_than_an_island_s_share(
+    num_elements: int, part_elements: int, islands: int
+) -> None:
     step = part_length(num_elements, part_elements, 256, islands)
     assert step % 256 == 0 and step <= max(part_elements, 256)
     assert step <= num_elements / islands + 256
@@ -108,7 +128,12 @@ def test_the_space_of_a_run_has_a_part_for_each_island(islands: int, parts: int)
 
 @pytest.mark.parametrize(
     ("rows", "wanted", "largest"),
-    [(900_000, None, 1 << 20), (1_000_000, None, 1 << 21), (8_000_000, None, 1 << 22), (8_000_000, 1 << 18, 1 << 18)],
+    [
+        (900_000, None, 1 << 20),
+        (1_000_000, None, 1 << 21),
+        (8_000_000, None, 1 << 22),
+        (8_000_000, 1 << 18, 1 << 18),
+    ],
 )
 def test_a_large_model_is_cut_into_large_parts(rows: int, wanted: int | None, largest: int) -> None:
     space = build_space([Spec("w", (rows, 1000))], OuterConfig(part_elements=wanted))

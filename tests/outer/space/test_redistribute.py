@@ -19,19 +19,27 @@ def model(seed: int) -> dict[str, torch.Tensor]:
 
 
 def check_round_trip(rank: int, num_ranks: int, seed: int) -> list[int]:
-    """Gather, change the values on the carriers, and scatter. Returns the parts this rank carries."""
+    """Gather, change the values on the carriers, and scatter. Returns the parts this rank
+    carries.
+    """
     space = Space([Spec(n, s) for n, s in SHAPES.items()], 1 + seed % 40, 1 + seed % 3)
     before, after = model(seed), model(seed + 1)
-    flat_before, flat_after = (torch.cat([t.flatten() for t in m.values()]) for m in (before, after))
+    flat_before, flat_after = (
+        torch.cat([t.flatten() for t in m.values()]) for m in (before, after)
+    )
     layout = random_layout(seed, num_ranks)
     params = FakeParams(before, layout[rank])
-    redistribution = Redistribution(space, params, RankGroup(None if num_ranks == 1 else torch.distributed.group.WORLD))
+    redistribution = Redistribution(
+        space, params, RankGroup(None if num_ranks == 1 else torch.distributed.group.WORLD)
+    )
 
     parts = redistribution.gather()
     assert list(parts) == redistribution.own_parts
     for index, values in parts.items():
         part = space.parts[index]
-        assert torch.equal(values, flat_before[part.start : part.stop]), f"seed {seed}: part {index}"
+        assert torch.equal(values, flat_before[part.start : part.stop]), (
+            f"seed {seed}: part {index}"
+        )
         values.copy_(flat_after[part.start : part.stop])
 
     redistribution.scatter(parts)

@@ -1,4 +1,6 @@
-"""HeLoCo's rule: agreement changes no bit, what points against the momentum is taken away, the rest is turned."""
+"""HeLoCo's rule: agreement changes no bit, what points against the momentum is taken away, the rest
+is turned.
+"""
 
 import math
 from typing import Any
@@ -24,7 +26,9 @@ def config(**align: float) -> OuterOptimizerConfig:
 
 def at_cosine(cosine: float, length: float = 1.0) -> tuple[Tensor, Tensor]:
     """A pseudo-gradient of this length and a momentum of length 2, in fp64, with this cosine."""
-    first, second = torch.randn(2, NUM_ELEMENTS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    first, second = torch.randn(
+        2, NUM_ELEMENTS, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     along = first / first.norm()
     across = second - second.dot(along) * along
     return length * (cosine * along + math.sqrt(1 - cosine**2) * across / across.norm()), 2 * along
@@ -59,7 +63,9 @@ ALIGNS: list[dict[str, float]] = [
 @pytest.mark.parametrize("length", [0.1, 3.0])
 def test_the_equations_hold(align: dict[str, float], cosine: float, length: float) -> None:
     mean, momentum = at_cosine(cosine, length)
-    found = find_blend(mean.float(), momentum.float(), config(**align)).apply(mean.float(), momentum.float())
+    found = find_blend(mean.float(), momentum.float(), config(**align)).apply(
+        mean.float(), momentum.float()
+    )
     expected = by_equations(mean, momentum, AlignConfig(**align))
     assert (found.double() - expected).norm() < 2 * COARSE * mean.norm()
 
@@ -73,7 +79,9 @@ def test_a_pseudo_gradient_that_agrees_is_left_alone(cosine: float) -> None:
 
 def test_one_that_points_against_the_momentum_loses_that_part_and_nothing_else() -> None:
     mean, momentum = at_cosine(-0.8)
-    found = find_blend(mean.float(), momentum.float(), config(shrink=100.0)).apply(mean.float(), momentum.float())
+    found = find_blend(mean.float(), momentum.float(), config(shrink=100.0)).apply(
+        mean.float(), momentum.float()
+    )
     along = momentum / momentum.norm()
     assert abs(found.double().dot(along)) < 2 * COARSE, "most is 1: all of it is taken away"
     across = mean - mean.dot(along) * along
@@ -89,7 +97,9 @@ def test_one_that_hardly_agrees_keeps_its_length_and_agrees_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean", "momentum"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (-1.0, 1e-38), (-1e-38, 1e10)], ids=str
+    ("mean", "momentum"),
+    [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (-1.0, 1e-38), (-1e-38, 1e10)],
+    ids=str,
 )
 def test_without_a_direction_nothing_changes(mean: float, momentum: float) -> None:
     assert find_blend(torch.full((64,), mean), torch.full((64,), momentum), config()) is UNCHANGED
@@ -98,7 +108,9 @@ def test_without_a_direction_nothing_changes(mean: float, momentum: float) -> No
 def test_sums_in_another_order_give_the_same_blend() -> None:
     mean, momentum = (values.float() for values in at_cosine(-0.31))
     order = torch.randperm(NUM_ELEMENTS, generator=torch.Generator().manual_seed(1))
-    assert find_blend(mean, momentum, config()) == find_blend(mean[order], momentum[order], config())
+    assert find_blend(mean, momentum, config()) == find_blend(
+        mean[order], momentum[order], config()
+    )
 
 
 def test_the_outer_step_is_made_along_what_the_rule_gives() -> None:
@@ -120,5 +132,8 @@ def stepped(settings: OuterOptimizerConfig, momentum: Tensor, mean: Tensor) -> T
 
 @pytest.mark.parametrize("values", [{"momentum": 0.0, "nesterov": False, "align": {}}], ids=str)
 def test_without_momentum_there_is_nothing_to_align_with(values: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="align compares pseudo-gradients with the momentum, but momentum is 0"):
+    with pytest.raises(
+        ValidationError,
+        match="align compares pseudo-gradients with the momentum, but momentum is 0",
+    ):
         OuterOptimizerConfig.model_validate(values)

@@ -1,4 +1,6 @@
-"""The global params and momentum of a rank: stepped whole, handed over whole, checked on arrival."""
+"""The global params and momentum of a rank: stepped whole, handed over whole, checked on
+arrival.
+"""
 
 from dataclasses import dataclass
 
@@ -64,7 +66,9 @@ def test_the_digest_covers_the_momentum() -> None:
     assert state.digests()[0] != other.digests()[0]
 
 
-@pytest.mark.parametrize("optimizer", [{"momentum": 0.0}, {"momentum": 0.9}, {"delayed": True}, ALIGNED], ids=str)
+@pytest.mark.parametrize(
+    "optimizer", [{"momentum": 0.0}, {"momentum": 0.9}, {"delayed": True}, ALIGNED], ids=str
+)
 @pytest.mark.parametrize("num_rounds", [3, 4])
 def test_a_state_handed_over_steps_as_the_donors_does(optimizer: dict, num_rounds: int) -> None:
     config = OuterOptimizerConfig(**optimizer)
@@ -117,7 +121,7 @@ def test_good_bytes_are_taken() -> None:
     assert part.params.tolist() == [1.0, 2.0] and part.momentum.tolist() == [3.0, 4.0]
 
 
-# -- means kept for joiners -----------------------------------------------------------------------------------
+# -- means kept for joiners ------------------------------------------------------------------------
 
 
 def commit_coded(state: GlobalState, codec: Codec, round_number: int) -> None:
@@ -128,7 +132,9 @@ def commit_coded(state: GlobalState, codec: Codec, round_number: int) -> None:
     state.commit(means, position, payloads, 1 + round_number % 2)
 
 
-@pytest.mark.parametrize("optimizer", [{"momentum": 0.0}, {"momentum": 0.9}, {"delayed": True}, ALIGNED], ids=str)
+@pytest.mark.parametrize(
+    "optimizer", [{"momentum": 0.0}, {"momentum": 0.9}, {"delayed": True}, ALIGNED], ids=str
+)
 @pytest.mark.parametrize("codec_name", ["fp32", "bf16", "int8"])
 def test_a_part_brought_up_by_kept_means_is_bit_equal(codec_name: str, optimizer: dict) -> None:
     config, codec = OuterOptimizerConfig(**optimizer), build_codec(codec_name)
@@ -142,7 +148,9 @@ def test_a_part_brought_up_by_kept_means_is_bit_equal(codec_name: str, optimizer
             assert mean is not None
             num_given, coded = unpack_mean(mean)
             payload = torch.frombuffer(bytearray(coded), dtype=torch.uint8)
-            part = advance(part, codec.decode(payload, part.params.numel()), config, num_given, NUM_ISLANDS)
+            part = advance(
+                part, codec.decode(payload, part.params.numel()), config, num_given, NUM_ISLANDS
+            )
         assert part.round == 3
         assert part.digest == state.digests()[index]
 
@@ -154,7 +162,9 @@ def test_the_kept_means_are_no_larger_than_the_state(codec_name: str, num_kept: 
         commit_coded(state, build_codec(codec_name), number)
     kept = [number for number in range(8) if state.mean(0, number) is not None]
     assert kept == list(range(8 - num_kept, 8))
-    kept_bytes = sum(len(unpack_mean(state.mean(part.index, r) or b"")[1]) for part in SPACE.parts for r in kept)
+    kept_bytes = sum(
+        len(unpack_mean(state.mean(part.index, r) or b"")[1]) for part in SPACE.parts for r in kept
+    )
     assert kept_bytes <= 8 * SPACE.num_elements
 
 
@@ -181,20 +191,28 @@ def test_advancing_a_part_leaves_the_old_one_alone() -> None:
     assert torch.equal(part.params, before[0]) and torch.equal(part.momentum, before[1])
 
 
-@pytest.mark.parametrize("optimizer", [{"momentum": 0.0}, {"momentum": 0.9}, {"delayed": True}, ALIGNED], ids=str)
+@pytest.mark.parametrize(
+    "optimizer", [{"momentum": 0.0}, {"momentum": 0.9}, {"delayed": True}, ALIGNED], ids=str
+)
 @pytest.mark.parametrize("moments", [[], [1]], ids=["params", "with moments"])
-def test_the_digests_after_a_commit_are_known_before_it(optimizer: dict, moments: list[int]) -> None:
+def test_the_digests_after_a_commit_are_known_before_it(
+    optimizer: dict, moments: list[int]
+) -> None:
     state = GlobalState(values(0), OuterOptimizerConfig(**optimizer), NUM_ISLANDS, moments)
     for number in range(4):
         means = {i: mean for i, mean in values(number).items() if i % 2 == number % 2}
         before = state.digests()
-        expected = before | {i: state.digest_after(i, mean, 1 + number % 2) for i, mean in means.items()}
+        expected = before | {
+            i: state.digest_after(i, mean, 1 + number % 2) for i, mean in means.items()
+        }
         assert state.digests() == before, "nothing has changed"
         state.commit(means, Position(round=number + 1, tokens=10), num_given=1 + number % 2)
         assert state.digests() == expected != before
 
 
-@pytest.mark.parametrize("optimizer", [{"momentum": 0.0}, {"nesterov": False}, {}, {"delayed": True}, ALIGNED], ids=str)
+@pytest.mark.parametrize(
+    "optimizer", [{"momentum": 0.0}, {"nesterov": False}, {}, {"delayed": True}, ALIGNED], ids=str
+)
 @pytest.mark.parametrize("num_elements", [STRETCH_ELEMENTS, 2 * STRETCH_ELEMENTS + 13])
 def test_a_part_stepped_in_stretches_has_the_digest_of_the_part_stepped_whole(
     optimizer: dict, num_elements: int

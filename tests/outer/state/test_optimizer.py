@@ -21,7 +21,10 @@ CONFIGS = [
 
 def random_parts(seed: int) -> dict[int, torch.Tensor]:
     rng = np.random.default_rng(seed)
-    return {part: torch.from_numpy(rng.standard_normal(n).astype(np.float32)) for part, n in SIZES.items()}
+    return {
+        part: torch.from_numpy(rng.standard_normal(n).astype(np.float32))
+        for part, n in SIZES.items()
+    }
 
 
 def pseudo_grads(num_steps: int) -> Iterator[dict[int, torch.Tensor]]:
@@ -29,9 +32,14 @@ def pseudo_grads(num_steps: int) -> Iterator[dict[int, torch.Tensor]]:
         yield {part: values * 1e-2 for part, values in random_parts(100 + step).items()}
 
 
-def reference_step(p: torch.Tensor, m: torch.Tensor, g: torch.Tensor, config: OuterOptimizerConfig) -> None:
-    """m = mu m + g; p -= lr (g + mu m), each product added in one operation, as torch.optim.SGD does."""
-    # Written as separate products and sums the last bit differs wherever the CPU has fused multiply-add.
+def reference_step(
+    p: torch.Tensor, m: torch.Tensor, g: torch.Tensor, config: OuterOptimizerConfig
+) -> None:
+    """m = mu m + g; p -= lr (g + mu m), each product added in one operation, as torch.optim.SGD
+    does.
+    """
+    # Written as separate products and sums the last bit differs wherever the CPU has fused
+    # multiply-add.
     m.mul_(config.momentum).add_(g)
     p.add_(g.add(m, alpha=config.momentum) if config.nesterov else m, alpha=-config.lr)
 
@@ -70,7 +78,10 @@ def test_it_equals_plain_torch_sgd_bit_for_bit(config: OuterOptimizerConfig) -> 
     parts = random_parts(0)
     expected = {part: torch.nn.Parameter(values.clone()) for part, values in parts.items()}
     sgd = torch.optim.SGD(
-        expected.values(), config.lr, config.momentum, nesterov=config.nesterov and config.momentum > 0
+        expected.values(),
+        config.lr,
+        config.momentum,
+        nesterov=config.nesterov and config.momentum > 0,
     )
     optimizer = OuterOptimizer(parts, config)
     for grads in pseudo_grads(6):
@@ -83,14 +94,18 @@ def test_it_equals_plain_torch_sgd_bit_for_bit(config: OuterOptimizerConfig) -> 
 
 def test_lr_one_without_momentum_lands_on_the_average() -> None:
     parts = {0: torch.tensor([1.0, 2.0])}
-    OuterOptimizer(parts, OuterOptimizerConfig(lr=1.0, momentum=0.0)).step({0: torch.tensor([0.5, -1.0])})
+    OuterOptimizer(parts, OuterOptimizerConfig(lr=1.0, momentum=0.0)).step(
+        {0: torch.tensor([0.5, -1.0])}
+    )
     assert parts[0].tolist() == [0.5, 3.0]
 
 
 def test_momentum_is_zeros_before_the_first_step() -> None:
     for config in CONFIGS:
         optimizer = OuterOptimizer(random_parts(0), config)
-        assert all(torch.equal(optimizer.momentum(part), torch.zeros(n)) for part, n in SIZES.items())
+        assert all(
+            torch.equal(optimizer.momentum(part), torch.zeros(n)) for part, n in SIZES.items()
+        )
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])

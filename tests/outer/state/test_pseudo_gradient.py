@@ -31,8 +31,17 @@ thread.start()
 thread.join()
 print(tasks[0] - before)
 """
-    unset = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    unset = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    }
     started = subprocess.run(
-        [sys.executable, "-c", program], env=unset, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program],
+        env=unset,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert started.stdout.strip() == "1", "the thread itself, and none of OpenMP's"

@@ -15,7 +15,11 @@ def choice_of(*names: str) -> tuple[DonorChoice, list[str], list[str]]:
     def note(kept: list[str]):
         return lambda given: kept.extend(donor.island for donor in given)
 
-    return DonorChoice(lambda: donors, time.monotonic, note(disbelieved), note(believed)), disbelieved, believed
+    return (
+        DonorChoice(lambda: donors, time.monotonic, note(disbelieved), note(believed)),
+        disbelieved,
+        believed,
+    )
 
 
 def names(donors: list[Member]) -> list[str]:
@@ -38,7 +42,9 @@ def test_one_try_that_takes_long_is_enough(monkeypatch) -> None:
     assert disbelieved == ["a"] and choice.next() == []
 
 
-def test_after_a_wrong_state_donors_are_asked_one_by_one_so_that_only_the_liar_is_given_up() -> None:
+def test_after_a_wrong_state_donors_are_asked_one_by_one_so_that_only_the_liar_is_given_up() -> (
+    None
+):
     choice, disbelieved, believed = choice_of("a", "b")
     choice.next()
     choice.has_failed(is_wrong=True)
@@ -69,11 +75,16 @@ def test_of_many_islands_a_try_asks_some_and_the_next_one_twice_as_many_others_f
 
 def test_joiners_ask_different_islands_of_many() -> None:
     donors = [member(f"island-{number}", ["address"]) for number in range(1000)]
-    asked = [names(DonorChoice(lambda: donors, time.monotonic, spread=joiner).next()) for joiner in ("a", "b")]
+    asked = [
+        names(DonorChoice(lambda: donors, time.monotonic, spread=joiner).next())
+        for joiner in ("a", "b")
+    ]
     assert set(asked[0]) != set(asked[1])
 
 
-def test_among_many_islands_of_which_none_gives_anything_a_joiner_gives_up_after_few_tries() -> None:
+def test_among_many_islands_of_which_none_gives_anything_a_joiner_gives_up_after_few_tries() -> (
+    None
+):
     choice, disbelieved, _ = choice_of(*(f"island-{number}" for number in range(1000)))
     tries = 0
     while choice.next():

@@ -20,18 +20,33 @@ from outer.state.part_state import Position
 from outer.transfer.donor import Donor
 from outer.transfer.download import Download
 from outer.transfer.download_plan import DownloadPlan
-from tests.outer.donors import DEFAULTS, NUM_PARTS, SPACE, Run, Spec, Watched, enter_state, member, tcp, with_run
+from tests.outer.donors import (
+    DEFAULTS,
+    NUM_PARTS,
+    SPACE,
+    Run,
+    Spec,
+    Watched,
+    enter_state,
+    member,
+    tcp,
+    with_run,
+)
 from tests.outer.nets import run, swarm
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
-def test_a_state_fetched_while_rounds_go_on_is_that_of_an_island_that_was_there(codec: str, momentum: float) -> None:
+def test_a_state_fetched_while_rounds_go_on_is_that_of_an_island_that_was_there(
+    codec: str, momentum: float
+) -> None:
     async def test(here: Run, messenger: Messenger) -> None:
         for name in ("a", "b"):
             await here.enter(name)
         here.commit()
-        watched = Watched(messenger, lambda number: here.commit() if number % 8 == 0 and here.round < 6 else None)
+        watched = Watched(
+            messenger, lambda number: here.commit() if number % 8 == 0 and here.round < 6 else None
+        )
         download = here.download(watched)
         await download.run(1)
         assert len({state.round for state in download.parts.values()}) > 1
@@ -58,7 +73,9 @@ def test_parts_are_brought_up_by_means_not_taken_twice() -> None:
         here.commit()
         assert await download.catch_up(2) == 2
         assert (watched.num("part"), watched.num("mean")) == (NUM_PARTS, NUM_PARTS)
-        assert download.fetcher.bytes_received == pytest.approx((8 + 2) * SPACE.num_elements, rel=0.02)
+        assert download.fetcher.bytes_received == pytest.approx(
+            (8 + 2) * SPACE.num_elements, rel=0.02
+        )
 
     with_run(test)
 
@@ -72,7 +89,9 @@ def test_a_part_whose_means_are_no_longer_kept_is_taken_anew(num_rounds: int) ->
         await download.run(1)
         for _ in range(num_rounds):
             here.commit()
-        island.states[0].replace({}, island.states[0].position)  # as on an island that has just joined
+        island.states[0].replace(
+            {}, island.states[0].position
+        )  # as on an island that has just joined
         island.describe()
         assert await enter_state(here, download) == 1 + num_rounds
         assert download.digests() == island.digests
@@ -99,12 +118,16 @@ def test_each_rank_of_a_donor_gives_what_it_carries() -> None:
         download = here.download(watched)
         await enter_state(here, download)
         given = [address for address, kind, _ in watched.calls if kind == "part"]
-        assert [given.count(m.address) for m in island.messengers] == [island.carriers.count(r) for r in range(3)]
+        assert [given.count(m.address) for m in island.messengers] == [
+            island.carriers.count(r) for r in range(3)
+        ]
 
     with_run(test)
 
 
-def test_a_download_that_takes_long_tells_how_much_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_takes_long_tells_how_much_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(outer.transfer.download, "TELL_SECONDS", 0.5)
 
     async def test(here: Run, messenger: Messenger) -> None:
@@ -208,21 +231,31 @@ def test_of_25m_parameters_hardly_a_byte_more_than_the_state_is_received(num_don
         donors = []
         for name in "ab"[:num_donors]:
             messenger = await tcp(name)
-            state = GlobalState({p.index: torch.randn(p.num_elements) for p in space.parts}, DEFAULTS)
+            state = GlobalState(
+                {p.index: torch.randn(p.num_elements) for p in space.parts}, DEFAULTS
+            )
             state.position = Position(round=1, tokens=1)
             Donor(state, messenger).describe("d" * 32, [0] * len(space.parts), space.fingerprint)
             donors.append(messenger)
         joiner = await tcp("joiner", traffic=traffic)
-        plan = DownloadPlan(space, [p.index for p in space.parts], build_uniform_choice(build_codec("bf16")), DEFAULTS)
+        plan = DownloadPlan(
+            space,
+            [p.index for p in space.parts],
+            build_uniform_choice(build_codec("bf16")),
+            DEFAULTS,
+        )
         download = Download(joiner, plan)
         download.use_donors([member(f"donor-{i}", [m.address]) for i, m in enumerate(donors)])
         started = time.monotonic()
         await download.run(1)
         seconds, useful = time.monotonic() - started, 8 * space.num_elements
         print(
-            f"\n{num_donors} donors: {useful / 1e6:.0f} MB in {seconds:.2f} s, {useful / seconds / 1e6:.0f} MB/s; "
-            f"useful {useful / traffic.bytes_received:.5f} of {traffic.bytes_received} bytes received; "
-            f"{num_donors * outer.transfer.download.WORKERS_PER_DONOR} parts of {8 * space.parts[0].num_elements} "
+            f"\n{num_donors} donors: {useful / 1e6:.0f} MB in {seconds:.2f} s, "
+            f"{useful / seconds / 1e6:.0f} MB/s; "
+            f"useful {useful / traffic.bytes_received:.5f} of {traffic.bytes_received} bytes "
+            "received; "
+            f"{num_donors * outer.transfer.download.WORKERS_PER_DONOR} parts of "
+            f"{8 * space.parts[0].num_elements} "
             "bytes asked for at a time"
         )
         assert useful / traffic.bytes_received > 0.999

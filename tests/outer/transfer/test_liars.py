@@ -1,4 +1,6 @@
-"""A joiner names donors that lie or cannot be donors, and a donor refuses requests that make no sense."""
+"""A joiner names donors that lie or cannot be donors, and a donor refuses requests that make no
+sense.
+"""
 
 import os
 from collections.abc import Callable
@@ -11,10 +13,22 @@ from outer.errors import MessageError, TransportError
 from outer.network.endpoints import Endpoint, Messenger
 from outer.state.part_state import Position
 from outer.transfer.donor import PartRequest
-from tests.outer.donors import NUM_PARTS, Island, Run, Watched, cache_in, enter_state, files, values, with_run
+from tests.outer.donors import (
+    NUM_PARTS,
+    Island,
+    Run,
+    Watched,
+    cache_in,
+    enter_state,
+    files,
+    values,
+    with_run,
+)
 
 
-def packed(index: int, *, num_rounds: int = 1, tokens: int = 10, spoil: float | None = None, cut: int = 0) -> bytes:
+def packed(
+    index: int, *, num_rounds: int = 1, tokens: int = 10, spoil: float | None = None, cut: int = 0
+) -> bytes:
     """A reply with a part as a donor would send it, apart from the requested faults."""
     body = values(0)[index].clone()
     if spoil is not None:
@@ -28,7 +42,10 @@ LIES = {
     "a part cut short": (lambda i: packed(i, cut=4), "bytes, expected"),
     "a part with nan": (lambda i: packed(i, spoil=float("nan")), "non-finite"),
     "a part of round 0": (lambda i: packed(i, num_rounds=0), "of round 0, asked for 1"),
-    "a part of a round far ahead": (lambda i: packed(i, num_rounds=1000), "of round 1000, but is in round 1"),
+    "a part of a round far ahead": (
+        lambda i: packed(i, num_rounds=1000),
+        "of round 1000, but is in round 1",
+    ),
     "a part of another history": (lambda i: packed(i, tokens=11), "another history"),
     "a part without position": (lambda i: b"part\n" + packed(i)[40:], "state"),
     "a mean in place of a part": (lambda i: b"mean\n" + bytes(4096), "answers b'mean'"),
@@ -141,12 +158,16 @@ def test_a_donor_that_has_not_come_to_the_round_is_waited_for() -> None:
     with_run(test)
 
 
-@pytest.mark.parametrize("body", [b"", b"x", b"1", b'{"part":1e999}', b'{"part":"1"}', b'{"part":-1}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"x", b"1", b'{"part":1e999}', b'{"part":"1"}', b'{"part":-1}', b"[" * 100_000]
+)
 def test_a_donor_refuses_requests_that_name_no_part(body: bytes) -> None:
     async def test(here: Run, messenger: Messenger) -> None:
         island = await here.enter("a")
         here.commit()
-        with pytest.raises(MessageError, match=r"not a PartRequest|not carried|cut off|are allowed"):
+        with pytest.raises(
+            MessageError, match=r"not a PartRequest|not carried|cut off|are allowed"
+        ):
             await messenger.call(island.messengers[0].address, "part", body, timeout_seconds=5)
 
     with_run(test)
@@ -160,7 +181,9 @@ def test_a_request_that_is_given_nothing_takes_no_place(part: int, at_least: int
 
         async def ask(**fields: int) -> bytes:
             body = PartRequest(**fields).model_dump_json().encode()
-            return await messenger.call(island.messengers[0].address, "part", body, timeout_seconds=5)
+            return await messenger.call(
+                island.messengers[0].address, "part", body, timeout_seconds=5
+            )
 
         for worker in range(6):
             with suppress(MessageError):

@@ -45,7 +45,9 @@ def test_when_all_donors_are_gone_each_is_named_with_its_cause() -> None:
     with_run(test)
 
 
-def test_a_donor_that_stands_still_is_noticed_long_before_a_part_could_be_too_late(monkeypatch) -> None:
+def test_a_donor_that_stands_still_is_noticed_long_before_a_part_could_be_too_late(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr(outer.transfer.donor_client, "QUIET_SECONDS", 0.2)
     monkeypatch.setattr(outer.transfer.donor_client, "PROBE_SECONDS", 0.5)
 
@@ -74,7 +76,8 @@ def test_parts_that_came_are_kept_when_the_donors_are_changed() -> None:
         closing = []
         half = NUM_PARTS // 2
         watched = Watched(
-            messenger, lambda n: closing.append(asyncio.create_task(first.close())) if n == half else None
+            messenger,
+            lambda n: closing.append(asyncio.create_task(first.close())) if n == half else None,
         )
         download = here.download(watched, donors=[first])
         with pytest.raises(TransportError, match="a: "):
@@ -83,9 +86,9 @@ def test_parts_that_came_are_kept_when_the_donors_are_changed() -> None:
         assert 0 < num_held < NUM_PARTS
         download.use_donors([second.member])
         await enter_state(here, download)
-        assert [a for a, k, _ in watched.calls if k == "part"].count(second.messengers[0].address) == (
-            NUM_PARTS - num_held
-        )
+        assert [a for a, k, _ in watched.calls if k == "part"].count(
+            second.messengers[0].address
+        ) == (NUM_PARTS - num_held)
 
     with_run(test)
 
@@ -110,7 +113,9 @@ def test_a_donor_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     with_run(test)
 
 
-def test_three_joiners_at_once_all_get_in_though_the_donor_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_joiners_at_once_all_get_in_though_the_donor_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(outer.transfer.donor, "GATE_SECONDS", 0.0)
     monkeypatch.setattr(outer.transfer.download, "PAUSE_SECONDS", 0.01)
 
@@ -128,7 +133,9 @@ def test_three_joiners_at_once_all_get_in_though_the_donor_is_busy(monkeypatch: 
             downloads = [here.download(joiner) for joiner in joiners]
             rounds = await asyncio.gather(*(enter_state(here, download) for download in downloads))
             assert min(rounds) >= 1
-            assert sum(j.num("part") for j in joiners) > 3 * NUM_PARTS, "nobody was told to come again"
+            assert sum(j.num("part") for j in joiners) > 3 * NUM_PARTS, (
+                "nobody was told to come again"
+            )
         finally:
             for joiner in joiners:
                 await joiner.close()
@@ -136,7 +143,9 @@ def test_three_joiners_at_once_all_get_in_though_the_donor_is_busy(monkeypatch: 
     with_run(test)
 
 
-def test_a_worker_with_nothing_left_to_take_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_with_nothing_left_to_take_does_not_keep_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(outer.transfer.donor, "GATE_SECONDS", 1000.0)
 
     async def test(here: Run, messenger: Messenger) -> None:
@@ -149,7 +158,9 @@ def test_a_worker_with_nothing_left_to_take_does_not_keep_others_waiting(monkeyp
 
 
 @pytest.mark.parametrize(("is_busy", "num_served"), [(False, 4), (True, 1)])
-def test_a_donor_serves_few_parts_at_a_time(is_busy: bool, num_served: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donor_serves_few_parts_at_a_time(
+    is_busy: bool, num_served: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outer.transfer.donor, "GATE_SECONDS", 0.02)
 
     async def test(here: Run, messenger: Messenger) -> None:
@@ -159,10 +170,14 @@ def test_a_donor_serves_few_parts_at_a_time(is_busy: bool, num_served: int, monk
 
         async def ask(worker: int) -> bytes:
             body = PartRequest(part=0, worker=worker).model_dump_json().encode()
-            reply = await messenger.call(island.messengers[0].address, "part", body, timeout_seconds=5, lane="bulk")
+            reply = await messenger.call(
+                island.messengers[0].address, "part", body, timeout_seconds=5, lane="bulk"
+            )
             return reply.partition(b"\n")[0]
 
-        assert [await ask(worker) for worker in range(5)] == [b"part"] * num_served + [b"busy"] * (5 - num_served)
+        assert [await ask(worker) for worker in range(5)] == [b"part"] * num_served + [b"busy"] * (
+            5 - num_served
+        )
         assert await ask(0) == b"part"
         await messenger.call(island.messengers[0].address, "taken", b"{}", timeout_seconds=5)
         assert await ask(4) == b"part"
@@ -172,7 +187,11 @@ def test_a_donor_serves_few_parts_at_a_time(is_busy: bool, num_served: int, monk
 
 def test_a_free_place_goes_to_the_island_that_has_the_fewest() -> None:
     async def test() -> None:
-        gate, greedy, modest = AdmissionGate(lambda: 4), Endpoint("greedy", 0), Endpoint("modest", 0)
+        gate, greedy, modest = (
+            AdmissionGate(lambda: 4),
+            Endpoint("greedy", 0),
+            Endpoint("modest", 0),
+        )
         assert all([await gate.enter((greedy, worker)) for worker in range(4)])
         order: list[str] = []
 
@@ -180,7 +199,9 @@ def test_a_free_place_goes_to_the_island_that_has_the_fewest() -> None:
             await gate.enter(caller)
             order.append(caller[0].island)
 
-        waiting = [asyncio.create_task(wait(caller)) for caller in [(greedy, 4), (greedy, 5), (modest, 0)]]
+        waiting = [
+            asyncio.create_task(wait(caller)) for caller in [(greedy, 4), (greedy, 5), (modest, 0)]
+        ]
         await asyncio.sleep(0)
         for worker in range(3):
             gate.leave((greedy, worker))
@@ -196,6 +217,8 @@ def test_the_place_of_a_joiner_that_died_is_given_on(monkeypatch: pytest.MonkeyP
 
     async def test() -> None:
         gate = AdmissionGate(lambda: 1)
-        assert await gate.enter((Endpoint("dead", 0), 0)) and await gate.enter((Endpoint("other", 0), 0))
+        assert await gate.enter((Endpoint("dead", 0), 0)) and await gate.enter(
+            (Endpoint("other", 0), 0)
+        )
 
     run(test())

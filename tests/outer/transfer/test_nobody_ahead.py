@@ -43,11 +43,16 @@ def give(island: Island) -> None:
     """Give the state, until they die."""
 
 
-FIRSTS: dict[str, Callable[[Island], None]] = {"they die while they give it": give, "they do not give it": give_nothing}
+FIRSTS: dict[str, Callable[[Island], None]] = {
+    "they die while they give it": give,
+    "they do not give it": give_nothing,
+}
 
 
 @pytest.mark.parametrize("case", FIRSTS)
-def test_islands_that_cannot_get_the_state_ahead_of_them_commit_on_theirs_and_keep_their_progress(case: str) -> None:
+def test_islands_that_cannot_get_the_state_ahead_of_them_commit_on_theirs_and_keep_their_progress(
+    case: str,
+) -> None:
     hub = Hub()
     hooks = dict.fromkeys("ad", DieGiving(hub, "ad") if FIRSTS[case] is give else NoHooks())
     are_ahead, are_done = threading.Barrier(4), threading.Barrier(4)
@@ -74,12 +79,16 @@ def test_islands_that_cannot_get_the_state_ahead_of_them_commit_on_theirs_and_ke
         island.outer.begin()
         return island.round()
 
-    found = run_islands({"a": first, "b": late, "c": late, "d": first}, config(2, quorum=2), hub=hub, hooks=hooks)
+    found = run_islands(
+        {"a": first, "b": late, "c": late, "d": first}, config(2, quorum=2), hub=hub, hooks=hooks
+    )
     expected = run_islands(dict.fromkeys("bc", undisturbed), config(2))
     for name in "bc":
         report, _ = found[name]
         assert (report.round, report.participants) == (0, ["b", "c"])
-        assert report.pseudo_grad_norm == expected[name].pseudo_grad_norm, "its progress counts as it was"
+        assert report.pseudo_grad_norm == expected[name].pseudo_grad_norm, (
+            "its progress counts as it was"
+        )
     assert torch.equal(found["b"][1], found["c"][1])
 
 

@@ -12,7 +12,10 @@ def test_a_gloo_endpoint_is_reached_at_its_announced_host():
     async def main() -> None:
         async with swarm("gloo") as place:
             a = await open_network(
-                "gloo", NetworkSettings("run", "a", 0, place.bootstrap, announce_host="localhost", connect_seconds=10)
+                "gloo",
+                NetworkSettings(
+                    "run", "a", 0, place.bootstrap, announce_host="localhost", connect_seconds=10
+                ),
             )
             b = await place.open(B)
             assert a.transport.address.startswith("gloo:a/0@localhost:")
@@ -22,10 +25,20 @@ def test_a_gloo_endpoint_is_reached_at_its_announced_host():
     run(main())
 
 
-MALFORMED_ADDRESSES = ["", "gloo:", "gloo:a/0@h", "gloo:b/0@h:1", "gloo:a/1@h:1", "gloo:a/0@h:0", "gloo:a/0@h:65536"]
+MALFORMED_ADDRESSES = [
+    "",
+    "gloo:",
+    "gloo:a/0@h",
+    "gloo:b/0@h:1",
+    "gloo:a/1@h:1",
+    "gloo:a/0@h:0",
+    "gloo:a/0@h:65536",
+]
 
 
-@pytest.mark.parametrize("text", [*MALFORMED_ADDRESSES, "gloo:a/0@:1", "gloo:a/0@h h:1", "x" * 9999, "gloo:a/0@h:1\n"])
+@pytest.mark.parametrize(
+    "text", [*MALFORMED_ADDRESSES, "gloo:a/0@:1", "gloo:a/0@h h:1", "x" * 9999, "gloo:a/0@h:1\n"]
+)
 def test_a_malformed_gloo_address_is_a_lost_peer(text):
     async def main() -> None:
         async with swarm("gloo") as place:
@@ -36,7 +49,9 @@ def test_a_malformed_gloo_address_is_a_lost_peer(text):
     run(main())
 
 
-@pytest.mark.parametrize("text", ["", "x", "Qm:0@", "a" * 5000, "12D3KooW:0@/ip4/1.2.3.4", "\u0000:1@/tcp"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "Qm:0@", "a" * 5000, "12D3KooW:0@/ip4/1.2.3.4", "\u0000:1@/tcp"]
+)
 def test_a_malformed_peer_address_is_a_lost_peer(text):
     pytest.importorskip("hivemind")
     from outer.transports.hivemind_addresses import parse_address
@@ -60,7 +75,10 @@ def test_gloo_refuses_to_listen_on_every_address():
     ("kind", "bootstrap"),
     [
         ("gloo", "tcp://127.0.0.1:1"),
-        ("hivemind", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBwgvuKTmfupyVkL18t78A1kTvu9HtfSfwbs1iUCnSVyL"),
+        (
+            "hivemind",
+            "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBwgvuKTmfupyVkL18t78A1kTvu9HtfSfwbs1iUCnSVyL",
+        ),
     ],
 )
 def test_an_unreachable_bootstrap_address_is_named_with_the_time_tried(kind, bootstrap):
@@ -70,7 +88,12 @@ def test_an_unreachable_bootstrap_address_is_named_with_the_time_tried(kind, boo
 
 @pytest.mark.parametrize(
     ("kind", "bootstrap"),
-    [("gloo", []), ("gloo", ["127.0.0.1:80"]), ("hivemind", ["nonsense"]), ("hivemind", ["/ip4/127.0.0.1/tcp/1"])],
+    [
+        ("gloo", []),
+        ("gloo", ["127.0.0.1:80"]),
+        ("hivemind", ["nonsense"]),
+        ("hivemind", ["/ip4/127.0.0.1/tcp/1"]),
+    ],
 )
 def test_a_bootstrap_address_of_the_wrong_form_says_what_is_right(kind, bootstrap):
     with pytest.raises(InputError, match=r"island.bootstrap: .*(tcp://HOST:PORT|/ip4/)"):

@@ -1,4 +1,6 @@
-"""Socket files that dead processes left behind are removed; those of living ones, and of living daemons, are not."""
+"""Socket files that dead processes left behind are removed; those of living ones, and of living
+daemons, are not.
+"""
 
 import os
 import socket
@@ -81,12 +83,16 @@ def test_a_daemon_that_cannot_reach_its_peers_leaves_no_socket() -> None:
     assert own_sockets() <= before
 
 
-def test_a_port_at_which_another_process_listens_is_refused_and_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_at_which_another_process_listens_is_refused_and_not_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("outer.transports.hivemind_daemon.PORT_SECONDS", 1.0)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as libp2p sets it
         other.bind(("127.0.0.1", 0))
         other.listen()
         address = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
-        with pytest.raises(InputError, match=f"cannot listen on {address}: Address already in use; choose another"):
+        with pytest.raises(
+            InputError, match=f"cannot listen on {address}: Address already in use; choose another"
+        ):
             run(start_daemon(DaemonSettings([address])))

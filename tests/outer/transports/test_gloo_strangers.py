@@ -1,4 +1,6 @@
-"""What strangers and members find where gloo listens: no store, a closed door, and checks before native code."""
+"""What strangers and members find where gloo listens: no store, a closed door, and checks before
+native code.
+"""
 
 import asyncio
 import logging
@@ -11,7 +13,12 @@ from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost
 from outer.network.endpoints import Endpoint
-from outer.transports.gloo.addresses import AddressExchange, AddressStore, GlooAddress, check_gloo_address
+from outer.transports.gloo.addresses import (
+    AddressExchange,
+    AddressStore,
+    GlooAddress,
+    check_gloo_address,
+)
 from outer.transports.gloo.door import _listeners, _warn_of_open_door, drop_all
 from outer.transports.gloo.groups import GroupSpec, _build
 from tests.outer.nets import A, B, connect, payload, run, swarm, tag
@@ -44,17 +51,24 @@ def may_close_ports() -> bool:
 
 
 @pytest.mark.skipif(may_close_ports(), reason="this user may close ports here")
-def test_where_a_port_cannot_be_closed_a_group_is_built_with_a_warning(caplog: pytest.LogCaptureFixture):
+def test_where_a_port_cannot_be_closed_a_group_is_built_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+):
     async def main() -> None:
         async with swarm("gloo") as place:
             a, b = await place.connect(A, B)
-            _, got = await asyncio.gather(a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9))
+            _, got = await asyncio.gather(
+                a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9)
+            )
             assert got.equal(payload(9))
 
     _warn_of_open_door.cache_clear()
     with caplog.at_level(logging.WARNING):
         run(main())
-    assert "port stays open to anyone who reaches it, because this system lets only root close it" in caplog.text
+    assert (
+        "port stays open to anyone who reaches it, because this system lets only root close it"
+        in caplog.text
+    )
 
 
 @pytest.mark.skipif(not may_close_ports(), reason="this system lets only root close a port")
@@ -68,7 +82,9 @@ def test_once_a_group_is_built_no_port_of_gloo_takes_a_stranger():
             of_gloo = ports().keys() - before - ours
             assert len(of_gloo) == 2, "one for each endpoint, and none for a store"
             assert not any([await is_open(port) for port in of_gloo])
-            _, got = await asyncio.gather(a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9))
+            _, got = await asyncio.gather(
+                a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9)
+            )
             assert got.equal(payload(9)), "the pairs that are connected go on"
 
     run(main())
@@ -92,7 +108,15 @@ OWN = bytes([2, *bytes(7)]) + b"vm" + bytes([136, *bytes(7)]) + bytes(136) + byt
 
 @pytest.mark.parametrize(
     "theirs",
-    [b"", OWN[:-1], OWN + bytes(8), bytes(len(OWN)), b"\xff" * 170, OWN + bytes(1 << 20), b"\0\0\0\0\0\1" + OWN[6:]],
+    [
+        b"",
+        OWN[:-1],
+        OWN + bytes(8),
+        bytes(len(OWN)),
+        b"\xff" * 170,
+        OWN + bytes(1 << 20),
+        b"\0\0\0\0\0\1" + OWN[6:],
+    ],
 )
 def test_an_address_that_gloo_must_not_read_is_refused(theirs: bytes):
     with pytest.raises(MessageError, match="address of gloo"):
@@ -134,7 +158,10 @@ def test_a_caller_that_asks_about_a_newer_group_gives_up_its_older_questions():
         async with swarm("gloo") as place:
             a, b = await place.open(A), await place.open(B)
             exchange = AddressExchange(a.messenger)
-            questions = [asyncio.create_task(exchange.ask(b.messenger.address, str(n), 30)) for n in range(1, 81)]
+            questions = [
+                asyncio.create_task(exchange.ask(b.messenger.address, str(n), 30))
+                for n in range(1, 81)
+            ]
             results = []
             for question in asyncio.as_completed(questions):
                 with pytest.raises(MessageError, match="has not joined the group"):
@@ -151,10 +178,17 @@ def test_a_caller_that_asks_about_a_newer_group_gives_up_its_older_questions():
 @pytest.mark.parametrize("key", ["listen_host", "announce_host"])
 def test_gloo_on_an_address_of_the_open_internet_needs_an_explicit_yes(key: str):
     async def opened(**own: object) -> None:
-        settings = {"listen_host": "127.0.0.1", "bootstrap": ["tcp://127.0.0.1:1"], "connect_seconds": 0.2, **own}
+        settings = {
+            "listen_host": "127.0.0.1",
+            "bootstrap": ["tcp://127.0.0.1:1"],
+            "connect_seconds": 0.2,
+            **own,
+        }
         await (await open_network("gloo", NetworkSettings("run", "a", 0, **settings))).close()  # pyright: ignore[reportArgumentType]
 
-    with pytest.raises(InputError, match=rf"island\.{key}: got '8\.8\.8\.8', an address of the open internet"):
+    with pytest.raises(
+        InputError, match=rf"island\.{key}: got '8\.8\.8\.8', an address of the open internet"
+    ):
         run(opened(**{key: "8.8.8.8"}))
     with pytest.raises(InputError, match=r"cannot listen on 8\.8\.8\.8|did not answer within"):
         run(opened(**{key: "8.8.8.8"}, gloo_in_public=True))

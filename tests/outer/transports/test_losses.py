@@ -1,4 +1,6 @@
-"""Every transport names the endpoints that leave, die or never come, and the others connect again."""
+"""Every transport names the endpoints that leave, die or never come, and the others connect
+again.
+"""
 
 import asyncio
 import os
@@ -53,7 +55,9 @@ def test_the_rest_reconnect_after_one_is_gone(kind):
             with pytest.raises(PeerLost):
                 await asyncio.wait_for(waiting, 5)
             await connect({A: a, B: b}, "2")
-            _, got = await asyncio.gather(a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9))
+            _, got = await asyncio.gather(
+                a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9)
+            )
             assert torch.equal(got, payload(9))
 
     run(main())
@@ -66,7 +70,9 @@ def test_a_cancelled_recv_leaves_a_transport_that_can_reconnect(kind):
             async with asyncio.timeout(0.1):
                 await a.transport.recv(B, tag(0), 10)
         await connect({A: a, B: b}, "2")
-        _, got = await asyncio.gather(b.transport.send(A, tag(0), payload(9)), a.transport.recv(B, tag(0), 9))
+        _, got = await asyncio.gather(
+            b.transport.send(A, tag(0), payload(9)), a.transport.recv(B, tag(0), 9)
+        )
         assert torch.equal(got, payload(9))
 
     with_connected(kind, test)
@@ -95,7 +101,9 @@ def test_a_killed_peer_is_lost_within_seconds(kind):
                 peer.tell(addresses)
                 await a.transport.connect("1", addresses)
                 receiving = asyncio.create_task(a.transport.recv(B, tag(0), 10))
-                calling = asyncio.create_task(a.messenger.call(told["control"], "hang", b"", timeout_seconds=30))
+                calling = asyncio.create_task(
+                    a.messenger.call(told["control"], "hang", b"", timeout_seconds=30)
+                )
                 assert (await peer.hear()) == {"called": True}
             finally:
                 peer.kill()
@@ -124,7 +132,11 @@ def test_a_lost_island_hears_of_it_and_so_do_the_others():
     async def main() -> None:
         async with swarm("loopback") as place:
             a, b, c = await place.connect(A, B, C)
-            waits = [a.transport.recv(B, tag(0), 1), b.transport.recv(A, tag(0), 1), c.transport.recv(B, tag(0), 1)]
+            waits = [
+                a.transport.recv(B, tag(0), 1),
+                b.transport.recv(A, tag(0), 1),
+                c.transport.recv(B, tag(0), 1),
+            ]
             tasks = [asyncio.create_task(w) for w in waits]
             await asyncio.wait(tasks, timeout=0.05)
             place.hub.lose("b")
@@ -141,7 +153,9 @@ def test_a_dead_endpoint_of_a_gloo_group_is_named_without_a_wait(dead):
     async def main() -> None:
         async with swarm("gloo", connect_seconds=TEST_SECONDS) as place:
             networks = {endpoint: await place.open(endpoint) for endpoint in (A, B, C)}
-            addresses = {endpoint: network.transport.address for endpoint, network in networks.items()}
+            addresses = {
+                endpoint: network.transport.address for endpoint, network in networks.items()
+            }
             await networks[dead].close()
             with pytest.raises(PeerLost, match=f"{dead} cannot be reached") as caught:
                 await asyncio.wait_for(networks[B].transport.connect("1", addresses), 8)
@@ -155,7 +169,9 @@ def test_an_endpoint_that_dies_before_its_gloo_group_is_built_is_named_without_a
     async def main() -> None:
         async with swarm("gloo", connect_seconds=TEST_SECONDS) as place:
             networks = {endpoint: await place.open(endpoint) for endpoint in (A, B, C)}
-            addresses = {endpoint: network.transport.address for endpoint, network in networks.items()}
+            addresses = {
+                endpoint: network.transport.address for endpoint, network in networks.items()
+            }
             connecting = asyncio.create_task(networks[B].transport.connect("1", addresses))
             await asyncio.wait({connecting}, timeout=0.2)
             await networks[dying].close()

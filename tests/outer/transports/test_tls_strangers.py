@@ -1,4 +1,6 @@
-"""What strangers, other members and those between two islands find over TLS: no connection, no payload, no memory."""
+"""What strangers, other members and those between two islands find over TLS: no connection, no
+payload, no memory.
+"""
 
 import asyncio
 import ssl
@@ -20,7 +22,11 @@ from tests.outer.membership.test_membership import wait_for
 from tests.outer.nets import A, B, C, connect, key_of, payload, run, swarm, tag
 
 OLD = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-OLD.check_hostname, OLD.verify_mode, OLD.maximum_version = False, ssl.CERT_NONE, ssl.TLSVersion.TLSv1_2
+OLD.check_hostname, OLD.verify_mode, OLD.maximum_version = (
+    False,
+    ssl.CERT_NONE,
+    ssl.TLSVersion.TLSv1_2,
+)
 
 
 def place_of(network: Network, me: Endpoint) -> Route:
@@ -36,7 +42,9 @@ def moved(network: Network, me: Endpoint, port: int) -> str:
 
 async def check_they_go_on(a: Network, b: Network, epoch: str = "1") -> None:
     await connect({A: a, B: b}, epoch)
-    _, got = await asyncio.gather(a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9))
+    _, got = await asyncio.gather(
+        a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9)
+    )
     assert got.equal(payload(9))
 
 
@@ -49,8 +57,16 @@ def test_garbage_and_older_tls_are_refused_and_counted(port_of: str):
     async def main() -> None:
         async with swarm("tls") as place:
             a, b = await place.open(A), await place.open(B)
-            port = place_of(a, A).port if port_of == "payloads" else int(a.messenger.address.rpartition(":")[2])
-            for words in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 4096, b"DLCO" + bytes(41)):
+            port = (
+                place_of(a, A).port
+                if port_of == "payloads"
+                else int(a.messenger.address.rpartition(":")[2])
+            )
+            for words in (
+                b"GET / HTTP/1.1\r\n\r\n",
+                b"\x16\x03\x01" + b"\xff" * 4096,
+                b"DLCO" + bytes(41),
+            ):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(words)
                 await asyncio.wait_for(reader.read(), 5)
@@ -89,7 +105,9 @@ def test_connections_that_say_nothing_end_and_keep_no_island_out(monkeypatch: py
 
 @asynccontextmanager
 async def between(port: int, tls: TlsIdentity | None) -> AsyncIterator[tuple[int, bytearray]]:
-    """Somebody between two islands, who passes on what goes to a port: as it is, or out of one TLS and into another."""
+    """Somebody between two islands, who passes on what goes to a port: as it is, or out of one TLS
+    and into another.
+    """
     seen, tasks = bytearray(), set()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,12 +143,19 @@ def test_neither_payloads_nor_calls_can_be_read_on_their_way():
             b.messenger.serve("echo", echo)
             secret = bytes(payload(1 << 17).tolist())
             calls = int(b.messenger.address.rpartition(":")[2])
-            async with between(place_of(b, B).port, None) as (port, seen), between(calls, None) as (call, heard):
+            async with (
+                between(place_of(b, B).port, None) as (port, seen),
+                between(calls, None) as (call, heard),
+            ):
                 addresses = {A: a.transport.address, B: moved(b, B, port)}
-                await asyncio.gather(a.transport.connect("1", addresses), b.transport.connect("1", addresses))
+                await asyncio.gather(
+                    a.transport.connect("1", addresses), b.transport.connect("1", addresses)
+                )
                 sending = a.transport.send(B, tag(0), payload(1 << 17))
                 await asyncio.gather(sending, b.transport.recv(A, tag(0), 1 << 17))
-                assert await a.messenger.call(f"127.0.0.1:{call}", "echo", secret[:99], timeout_seconds=5)
+                assert await a.messenger.call(
+                    f"127.0.0.1:{call}", "echo", secret[:99], timeout_seconds=5
+                )
             assert len(seen) > len(secret) and len(heard) > 99
             assert all(words not in seen + heard for words in (secret[:99], b"DLCO", b"echo"))
 
@@ -143,10 +168,17 @@ def test_whoever_ends_tls_between_two_islands_is_found_out():
             a, b = await place.open(A), await place.open(B)
             calls = int(b.messenger.address.rpartition(":")[2])
             tls = TlsIdentity()
-            async with between(place_of(b, B).port, tls) as (port, seen), between(calls, tls) as (call, _):
+            async with (
+                between(place_of(b, B).port, tls) as (port, seen),
+                between(calls, tls) as (call, _),
+            ):
                 addresses = {A: a.transport.address, B: moved(b, B, port)}
-                with pytest.raises(PeerLost, match=r"b/0 does not hold the island key .* that it shows"):
-                    await asyncio.gather(a.transport.connect("1", addresses), b.transport.connect("1", addresses))
+                with pytest.raises(
+                    PeerLost, match=r"b/0 does not hold the island key .* that it shows"
+                ):
+                    await asyncio.gather(
+                        a.transport.connect("1", addresses), b.transport.connect("1", addresses)
+                    )
                 with pytest.raises(PeerLost, match="does not hold the island key"):
                     await a.messenger.call(f"127.0.0.1:{call}", "echo", b"", timeout_seconds=5)
             assert b"DLCO" in seen, "the one between has read the handshake, and no more"
@@ -205,7 +237,9 @@ def test_who_is_of_another_run_or_key_is_told_why_and_lost(changes: dict, text: 
             a.names.adopt({"b": key_of("b").public})
             own = {"island_key": key_of("b"), "run_key": KEY, "run_id": "run"} | changes
             # As rank 1 it asks no rendezvous, which would refuse it already.
-            settings = NetworkSettings(island="b", rank=1, bootstrap=place.bootstrap, connect_seconds=5, **own)
+            settings = NetworkSettings(
+                island="b", rank=1, bootstrap=place.bootstrap, connect_seconds=5, **own
+            )
             stranger = await open_network("tls", settings)
             place.networks.append(stranger)
             me = Endpoint("b", 1)
@@ -226,7 +260,8 @@ def test_an_endpoint_that_nobody_listens_for_is_lost_by_name():
             await b.close()
             with pytest.raises(PeerLost, match="b/0 cannot be reached") as caught:
                 await asyncio.wait_for(
-                    a.transport.connect("1", {e: n.transport.address for e, n in ((A, a), (B, b))}), 5
+                    a.transport.connect("1", {e: n.transport.address for e, n in ((A, a), (B, b))}),
+                    5,
                 )
             assert caught.value.peer == "b"
 
@@ -234,7 +269,8 @@ def test_an_endpoint_that_nobody_listens_for_is_lost_by_name():
 
 
 @pytest.mark.parametrize(
-    "address", ["", "tls:@1.2.3.4:5", f"tls:{'0' * 64}@:5", f"tls:{'0' * 64}@host:0", "gloo:b/0@h:1"]
+    "address",
+    ["", "tls:@1.2.3.4:5", f"tls:{'0' * 64}@:5", f"tls:{'0' * 64}@host:0", "gloo:b/0@h:1"],
 )
 def test_a_malformed_address_is_a_lost_peer(address: str):
     with pytest.raises(PeerLost, match="malformed address of b/0"):
@@ -242,5 +278,12 @@ def test_a_malformed_address_is_a_lost_peer(address: str):
 
 
 def test_an_island_that_listens_everywhere_must_say_where_it_is_reached():
-    with pytest.raises(InputError, match=r"island\.announce_host: got none, and island\.listen_host is '0\.0\.0\.0'"):
-        run(open_network("tls", NetworkSettings("run", "a", 0, ["tcp://127.0.0.1:1"], listen_host="0.0.0.0")))
+    with pytest.raises(
+        InputError,
+        match=r"island\.announce_host: got none, and island\.listen_host is '0\.0\.0\.0'",
+    ):
+        run(
+            open_network(
+                "tls", NetworkSettings("run", "a", 0, ["tcp://127.0.0.1:1"], listen_host="0.0.0.0")
+            )
+        )

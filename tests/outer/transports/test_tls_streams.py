@@ -1,4 +1,6 @@
-"""Streams over TLS: how many there are, when they are replaced, what they keep in memory, and how they end."""
+"""Streams over TLS: how many there are, when they are replaced, what they keep in memory, and how
+they end.
+"""
 
 import asyncio
 
@@ -30,22 +32,35 @@ def test_memory_is_kept_only_for_payloads_of_sizes_that_were_asked_for():
     run(main())
 
 
-def test_each_endpoint_chooses_the_number_of_streams_on_which_it_sends(monkeypatch: pytest.MonkeyPatch):
+def test_each_endpoint_chooses_the_number_of_streams_on_which_it_sends(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr("outer.transports.tls.transport.MAX_TLS_STREAMS", 2)
 
     async def main() -> None:
         async with swarm("tls", connect_seconds=5) as place:
-            a, b, c = await place.open(A, tls_streams=4), await place.open(B), await place.open(C, tls_streams=5)
+            a, b, c = (
+                await place.open(A, tls_streams=4),
+                await place.open(B),
+                await place.open(C, tls_streams=5),
+            )
             await connect({A: a, B: b}, "1")
             ways = [(a, A, b, B), (b, B, a, A)]
-            sends = [one.transport.send(you, tag(i), payload(1 << 18, i)) for one, _, _, you in ways for i in range(8)]
-            receives = [two.transport.recv(me, tag(i), 1 << 18) for _, me, two, _ in ways for i in range(8)]
+            sends = [
+                one.transport.send(you, tag(i), payload(1 << 18, i))
+                for one, _, _, you in ways
+                for i in range(8)
+            ]
+            receives = [
+                two.transport.recv(me, tag(i), 1 << 18) for _, me, two, _ in ways for i in range(8)
+            ]
             *_, got = await asyncio.gather(*sends, asyncio.gather(*receives))
             assert all(one.equal(payload(1 << 18, i % 8)) for i, one in enumerate(got))
             assert [len(n.transport._group.outgoing[e]) for n, e in ((a, B), (b, A))] == [4, 1]
             with pytest.raises(PeerLost):
                 await asyncio.gather(
-                    joined(c, A, group := {e: n.transport.address for e, n in ((A, a), (C, c))}), joined(a, C, group)
+                    joined(c, A, group := {e: n.transport.address for e, n in ((A, a), (C, c))}),
+                    joined(a, C, group),
                 )
             assert "streams" in refused(a)
 
@@ -66,7 +81,8 @@ def test_connections_that_have_carried_much_are_replaced_in_the_next_round_and_n
                 return [list(ends[s].transport._group.outgoing[t]) for s, t in pairs]
 
             async def until_replaced(old: list[list[Stream]], carried: list[int]) -> None:
-                # A connection that came when a round's payloads had been sent has carried nothing, and stays.
+                # A connection that came when a round's payloads had been sent has carried nothing,
+                # and stays.
                 worn = [index for index, num_bytes in enumerate(carried) if num_bytes >= 1 << 18]
 
                 def count() -> int:
@@ -82,15 +98,23 @@ def test_connections_that_have_carried_much_are_replaced_in_the_next_round_and_n
                 )
                 tags = [tag(part, round_number) for part in range(8)]
                 sends = [
-                    ends[s].transport.send(t, each, payload(1 << 17, each.part)) for s, t in pairs for each in tags
+                    ends[s].transport.send(t, each, payload(1 << 17, each.part))
+                    for s, t in pairs
+                    for each in tags
                 ]
-                receives = [ends[t].transport.recv(s, each, 1 << 17) for s, t in pairs for each in tags]
+                receives = [
+                    ends[t].transport.recv(s, each, 1 << 17) for s, t in pairs for each in tags
+                ]
                 *_, got = await asyncio.gather(*sends, asyncio.gather(*receives))
                 assert all(one.equal(payload(1 << 17, i % 8)) for i, one in enumerate(got))
                 if round_number:
                     await until_replaced(before, carried)
             assert all(len(found) == 1 for found in streams())
-            assert all(len(found) == 1 for n in ends.values() for found in n.transport._group._incoming.values())
+            assert all(
+                len(found) == 1
+                for n in ends.values()
+                for found in n.transport._group._incoming.values()
+            )
 
     run(main())
 
@@ -118,7 +142,9 @@ def test_a_connection_that_ends_within_a_payload_is_a_lost_peer_at_once():
         async with swarm("tls") as place:
             a, b = await place.connect(A, B)
             waiting = asyncio.create_task(b.transport.recv(A, tag(0), 1 << 26))
-            sending = asyncio.create_task(a.transport.send(B, tag(0), torch.zeros(1 << 26, dtype=torch.uint8)))
+            sending = asyncio.create_task(
+                a.transport.send(B, tag(0), torch.zeros(1 << 26, dtype=torch.uint8))
+            )
             await asyncio.wait({sending}, timeout=0.01)
             assert not sending.done()
             await a.transport.disconnect()

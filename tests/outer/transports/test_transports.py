@@ -1,4 +1,6 @@
-"""Guarantees of every transport for its payloads, and its building blocks: mailboxes, tags and stores."""
+"""Guarantees of every transport for its payloads, and its building blocks: mailboxes, tags and
+stores.
+"""
 
 import asyncio
 import threading
@@ -14,7 +16,19 @@ from outer.network.frames import HEADER_BYTES
 from outer.transports.gloo.transport import PREAMBLE_BYTES, gloo_tag
 from outer.transports.loopback import Hub
 from outer.transports.mailbox import ENTRY_BYTES, Mailbox
-from tests.outer.nets import KINDS, A, B, C, connect, key_of, payload, run, swarm, tag, with_connected
+from tests.outer.nets import (
+    KINDS,
+    A,
+    B,
+    C,
+    connect,
+    key_of,
+    payload,
+    run,
+    swarm,
+    tag,
+    with_connected,
+)
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -36,7 +50,10 @@ def test_payloads_are_found_by_tag_in_any_order(kind):
         sends = [a.transport.send(B, tag(i), payload(1000 + i, i)) for i in range(8)]
         receives = [b.transport.recv(A, tag(i), 1000 + i) for i in reversed(range(8))]
         *_, got = await asyncio.gather(*sends, asyncio.gather(*receives))
-        assert all(torch.equal(p, payload(1000 + i, i)) for i, p in zip(reversed(range(8)), got, strict=True))
+        assert all(
+            torch.equal(p, payload(1000 + i, i))
+            for i, p in zip(reversed(range(8)), got, strict=True)
+        )
 
     with_connected(kind, test)
 
@@ -48,7 +65,9 @@ def test_three_islands_of_unequal_ranks_exchange_all_to_all(kind):
             endpoints = [A, B, Endpoint("b", 1), C]
             networks = dict(zip(endpoints, await place.connect(*endpoints), strict=True))
             pairs = [(s, t) for s in endpoints for t in endpoints if s.island != t.island]
-            sends = [networks[s].transport.send(t, tag(t.rank), payload(5000, hash(s))) for s, t in pairs]
+            sends = [
+                networks[s].transport.send(t, tag(t.rank), payload(5000, hash(s))) for s, t in pairs
+            ]
             receives = [networks[t].transport.recv(s, tag(t.rank), 5000) for s, t in pairs]
             *_, got = await asyncio.gather(*sends, asyncio.gather(*receives))
             for (source, _), value in zip(pairs, got, strict=True):
@@ -65,14 +84,22 @@ def test_ranks_on_two_nodes_have_a_daemon_each_which_carries_their_own_payloads(
             far = await place.open(other_node, daemon_address=None)
             near = await place.open(same_node, daemon_address=far.daemon_address)
             networks = {A: a, B: b, other_node: far, same_node: near}
-            peers = {end: network.transport.address.partition(":")[0] for end, network in networks.items()}
+            peers = {
+                end: network.transport.address.partition(":")[0]
+                for end, network in networks.items()
+            }
             assert peers[other_node] == peers[same_node] and len(set(peers.values())) == 3
             await connect(networks, "1")
             for end in (other_node, same_node):
                 sending = networks[end].transport.send(A, tag(end.rank), payload(5000))
                 _, got = await asyncio.gather(sending, a.transport.recv(end, tag(end.rank), 5000))
                 assert torch.equal(got, payload(5000))
-            assert [networks[end].wait_for_loss is not None for end in networks] == [True, True, True, False]
+            assert [networks[end].wait_for_loss is not None for end in networks] == [
+                True,
+                True,
+                True,
+                False,
+            ]
 
     run(main())
 
@@ -131,7 +158,9 @@ def test_a_payload_of_an_earlier_group_is_never_delivered(kind):
         await connect({A: a, B: b}, "2")
         await asyncio.wait({early})
         assert early.exception() is None or isinstance(early.exception(), PeerLost)
-        _, got = await asyncio.gather(a.transport.send(B, tag(0), payload(100, 2)), b.transport.recv(A, tag(0), 100))
+        _, got = await asyncio.gather(
+            a.transport.send(B, tag(0), payload(100, 2)), b.transport.recv(A, tag(0), 100)
+        )
         assert torch.equal(got, payload(100, 2))
 
     with_connected(kind, test)
@@ -193,7 +222,8 @@ def test_loopback_delivers_late_and_out_of_order_across_event_loops():
 
     results: dict[Endpoint, list[torch.Tensor]] = {}
     threads = [
-        threading.Thread(target=lambda m=m, o=o: results.update({m: run(side(m, o))})) for m, o in ((A, B), (B, A))
+        threading.Thread(target=lambda m=m, o=o: results.update({m: run(side(m, o))}))
+        for m, o in ((A, B), (B, A))
     ]
     for thread in threads:
         thread.start()
@@ -257,7 +287,12 @@ def test_what_arrived_before_a_loss_is_still_delivered():
 
 
 def test_gloo_tags_tell_neighbouring_rounds_phases_and_parts_apart():
-    tags = {gloo_tag(Tag(r, 0, phase, part), 100) for r in range(3) for phase in Leg for part in range(1000)}
+    tags = {
+        gloo_tag(Tag(r, 0, phase, part), 100)
+        for r in range(3)
+        for phase in Leg
+        for part in range(1000)
+    }
     assert len(tags) == 3 * 2 * 1000
     assert max(tags) < 2**31
 
@@ -265,7 +300,9 @@ def test_gloo_tags_tell_neighbouring_rounds_phases_and_parts_apart():
 def test_loopback_islands_know_each_others_keys_whoever_comes_first():
     async def main() -> None:
         hub, keys = Hub(), {name: key_of(name) for name in "ab"}
-        settings = [NetworkSettings("run", name, 0, hub=hub, island_key=key) for name, key in keys.items()]
+        settings = [
+            NetworkSettings("run", name, 0, hub=hub, island_key=key) for name, key in keys.items()
+        ]
         a, b = [await open_network("loopback", each) for each in settings]
         assert (a.names.key_of("b"), b.names.key_of("a")) == (keys["b"].public, keys["a"].public)
         assert a.island_key.public == keys["a"].public

@@ -48,8 +48,17 @@ class Tampered:
     """A transport that applies `change` to every payload before it is sent."""
 
     def __init__(self, inner: Transport, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.traffic, self.address, self.max_payload_bytes = inner.traffic, inner.address, inner.max_payload_bytes
-        self.connect, self.recv, self.disconnect, self.close = inner.connect, inner.recv, inner.disconnect, inner.close
+        self.traffic, self.address, self.max_payload_bytes = (
+            inner.traffic,
+            inner.address,
+            inner.max_payload_bytes,
+        )
+        self.connect, self.recv, self.disconnect, self.close = (
+            inner.connect,
+            inner.recv,
+            inner.disconnect,
+            inner.close,
+        )
         self._inner, self._change, self.is_uneven = inner, change, inner.is_uneven
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
@@ -79,7 +88,9 @@ def auth_of(island: str, key: RunKey = KEY) -> PeerAuth:
     ],
 )
 @pytest.mark.parametrize("num_bytes", [1, 2 << 20])
-def test_a_sealed_payload_that_is_not_the_senders_is_refused_by_name(key, run_id, sender, island, change, num_bytes):
+def test_a_sealed_payload_that_is_not_the_senders_is_refused_by_name(
+    key, run_id, sender, island, change, num_bytes
+):
     async def main() -> None:
         async with swarm("loopback") as place:
             a, b = await place.connect(A, B)
@@ -98,7 +109,10 @@ def test_a_sealed_payload_of_another_group_or_tag_is_refused():
     async def main() -> None:
         async with swarm("loopback") as place:
             a, b = await place.open(A), await place.open(B)
-            sealed = {e: SealedTransport(n.transport, auth_of(e.island), "run", e) for e, n in ((A, a), (B, b))}
+            sealed = {
+                e: SealedTransport(n.transport, auth_of(e.island), "run", e)
+                for e, n in ((A, a), (B, b))
+            }
             taken: list[torch.Tensor] = []
             sealed[A]._inner = Tampered(a.transport, lambda p: taken.append(p) or p)
             for epoch, again in (("1", tag(1)), ("2", tag(0))):
@@ -120,21 +134,33 @@ def test_peers_that_are_not_allowed_are_closed_before_they_are_heard():
             c = await place.open(C, allow=[_peer_id(a)])
             for network in (a, b, c):
                 network.messenger.serve("echo", _echo)
-            assert await a.messenger.call(c.messenger.address, "echo", b"ab", timeout_seconds=10) == b"ab"
-            assert await c.messenger.call(a.messenger.address, "echo", b"ab", timeout_seconds=10) == b"ab"
+            assert (
+                await a.messenger.call(c.messenger.address, "echo", b"ab", timeout_seconds=10)
+                == b"ab"
+            )
+            assert (
+                await c.messenger.call(a.messenger.address, "echo", b"ab", timeout_seconds=10)
+                == b"ab"
+            )
             for caller, callee in ((b, c), (c, b)):
                 with pytest.raises(PeerLost):
-                    await caller.messenger.call(callee.messenger.address, "echo", b"", timeout_seconds=5)
+                    await caller.messenger.call(
+                        callee.messenger.address, "echo", b"", timeout_seconds=5
+                    )
             addresses = {B: b.transport.address, C: c.transport.address}
             with pytest.raises(TransportError):
                 await b.transport.connect("1", addresses)
-            assert {(peer, kind) for peer, kind, *_ in c.rejections.drain()} == {(_peer_id(b), "peer")}
+            assert {(peer, kind) for peer, kind, *_ in c.rejections.drain()} == {
+                (_peer_id(b), "peer")
+            }
             assert c.rejections.total >= 3
 
     run(main())
 
 
-@pytest.mark.parametrize("peer_id", ["", "a", "/p2p/x", "12D3KooWBwgvuKTmfupyVkL18t78A1kTvu9HtfSfwbs1iUCnSVy"])
+@pytest.mark.parametrize(
+    "peer_id", ["", "a", "/p2p/x", "12D3KooWBwgvuKTmfupyVkL18t78A1kTvu9HtfSfwbs1iUCnSVy"]
+)
 def test_a_malformed_peer_id_in_the_allow_list_is_the_users_mistake(peer_id):
     with pytest.raises(InputError, match=r"island\.allow: .* nor a libp2p peer id"):
         run(open_network("hivemind", NetworkSettings("run", "a", 0, allow=[peer_id])))
@@ -161,14 +187,21 @@ def test_a_relay_client_without_relays_is_the_users_mistake():
 def test_an_island_that_cannot_be_dialled_answers_calls_through_a_relay():
     async def main() -> None:
         async with swarm("hivemind", connect_seconds=10) as place:
-            # libp2p asks for a relay at once when it knows four, and after three minutes when it knows fewer.
+            # libp2p asks for a relay at once when it knows four, and after three minutes when it
+            # knows fewer.
             for rank in range(4):
-                settings = NetworkSettings("run", f"relay-{rank}", 0, place.bootstrap[:1], relay="server")
+                settings = NetworkSettings(
+                    "run", f"relay-{rank}", 0, place.bootstrap[:1], relay="server"
+                )
                 relay = await open_network("hivemind", settings)
                 place.networks.append(relay)
                 place.bootstrap.append(relay.transport.address.partition("@")[2])
             client = DaemonSettings(
-                ["/ip4/127.0.0.1/tcp/0"], ["/ip4/127.0.0.1/tcp/1"], place.bootstrap, relay="client", connect_seconds=10
+                ["/ip4/127.0.0.1/tcp/0"],
+                ["/ip4/127.0.0.1/tcp/1"],
+                place.bootstrap,
+                relay="client",
+                connect_seconds=10,
             )
             daemon = await start_daemon(client)
             try:

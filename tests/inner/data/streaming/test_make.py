@@ -35,12 +35,19 @@ def made(config: DataConfig, processes: int = 1) -> list[MadeShard]:
 
 def index_of(config: DataConfig, shards: list[MadeShard]) -> ShardIndex:
     records, last = tuple(shard.made.record for shard in shards), shards[-1]
-    change = {"shards": records, "following": last.made.following, "heldout": last.made.heldout, "is_complete": True}
+    change = {
+        "shards": records,
+        "following": last.made.following,
+        "heldout": last.made.heldout,
+        "is_complete": True,
+    }
     return new_index(config, IDENTITY).model_copy(update=change)
 
 
 def joined(shards: list[MadeShard]) -> np.ndarray:
-    """The text of which the shards are made: each but the last has the first id of the next at its end."""
+    """The text of which the shards are made: each but the last has the first id of the next at its
+    end.
+    """
     return np.concatenate([*(shard.ids[:-1] for shard in shards[:-1]), shards[-1].ids])
 
 
@@ -53,7 +60,9 @@ def test_shards_are_the_prepared_text_cut_at_fixed_places(tmp_path: Path) -> Non
     assert all(first.ids[-1] == second.ids[0] for first, second in pairwise(shards))
 
 
-def test_the_held_out_text_is_of_the_documents_before_the_end_of_the_first_shard(tmp_path: Path) -> None:
+def test_the_held_out_text_is_of_the_documents_before_the_end_of_the_first_shard(
+    tmp_path: Path,
+) -> None:
     config = rows_config(write_rows(tmp_path / "text"))
     first, *others = made(config)
     (text,) = prepare_corpus(config, tmp_path / "cache").texts
@@ -65,7 +74,9 @@ def test_the_held_out_text_is_of_the_documents_before_the_end_of_the_first_shard
 
 def test_the_number_of_processes_changes_nothing(tmp_path: Path) -> None:
     config = rows_config(write_rows(tmp_path / "text"))
-    assert [shard.made.record for shard in made(config)] == [shard.made.record for shard in made(config, processes=2)]
+    assert [shard.made.record for shard in made(config)] == [
+        shard.made.record for shard in made(config, processes=2)
+    ]
 
 
 def as_gzip(folder: Path) -> None:
@@ -78,7 +89,9 @@ def as_zstd(folder: Path) -> None:
 
 def as_parquet(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "a.parquet", row_group_size=7)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), folder / "a.parquet", row_group_size=7
+    )
 
 
 def as_tar(folder: Path) -> None:
@@ -110,12 +123,17 @@ def test_any_shard_made_alone_is_the_same(tmp_path: Path, change: Callable[[Path
     assert len(shards) > 12
     for number in (1, 5, len(shards) - 1):
         alone = next(make_shards(config, index, number, 1, lambda share: None))
-        assert (alone.made.record, alone.made.following) == (shards[number].made.record, shards[number].made.following)
+        assert (alone.made.record, alone.made.following) == (
+            shards[number].made.record,
+            shards[number].made.following,
+        )
         assert np.array_equal(alone.ids, shards[number].ids)
 
 
 @pytest.mark.parametrize("change", [as_jsonl, as_gzip, as_parquet, as_tar, as_files])
-def test_files_are_read_on_from_any_document(tmp_path: Path, change: Callable[[Path], None]) -> None:
+def test_files_are_read_on_from_any_document(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
     folder = write_rows(tmp_path / "text")
     change(folder)
     source = build_source(rows_config(folder))
@@ -126,18 +144,24 @@ def test_files_are_read_on_from_any_document(tmp_path: Path, change: Callable[[P
 
 
 def write_dataset(folder: Path) -> DataConfig:
-    """A dataset of three files, read in row groups that are smaller than a file; some rows are empty."""
+    """A dataset of three files, read in row groups that are smaller than a file; some rows are
+    empty.
+    """
     texts = [f"number {i}\n" * (i * 7 % 20) for i in range(90)]
     folder.mkdir()
     for number in range(3):
         rows = [{"text": text} for text in texts[30 * number : 30 * number + 30]]
         table = pyarrow.Table.from_pylist(rows)
         pyarrow.parquet.write_table(table, folder / f"train-{number}.parquet", row_group_size=7)
-    return rows_config(folder, source="huggingface", dataset=str(folder), paths=[], max_tokens=100_000)
+    return rows_config(
+        folder, source="huggingface", dataset=str(folder), paths=[], max_tokens=100_000
+    )
 
 
 @pytest.mark.parametrize("break_files", [False, True])
-def test_a_dataset_is_read_on_from_any_row_without_the_files_before(tmp_path: Path, break_files: bool) -> None:
+def test_a_dataset_is_read_on_from_any_row_without_the_files_before(
+    tmp_path: Path, break_files: bool
+) -> None:
     config = write_dataset(tmp_path / "mine")
     source = build_source(config)
     documents = list(source.documents())
@@ -184,7 +208,8 @@ def test_the_end_of_one_long_text_is_held_out(tmp_path: Path) -> None:
     assert shards[0].made.heldout.is_end and shards[0].heldout_ids is not None
     assert BytesTokenizer().decode(shards[0].heldout_ids).endswith("line 1999\n")
     assert (
-        next(make_shards(config, index, len(shards) - 1, 1, lambda share: None)).made.record == shards[-1].made.record
+        next(make_shards(config, index, len(shards) - 1, 1, lambda share: None)).made.record
+        == shards[-1].made.record
     )
 
 
@@ -193,9 +218,16 @@ def test_max_tokens_ends_the_text(tmp_path: Path) -> None:
     assert [len(shard.ids) for shard in made(config)] == [SHARD_TOKENS + 1, 100]
 
 
-def test_conversations_do_not_cross_sequences_and_their_shards_can_be_made_alone(tmp_path: Path) -> None:
+def test_conversations_do_not_cross_sequences_and_their_shards_can_be_made_alone(
+    tmp_path: Path,
+) -> None:
     rows = [
-        {"messages": [{"role": "user", "content": "hello" * (i % 3)}, {"role": "assistant", "content": f"answer {i}"}]}
+        {
+            "messages": [
+                {"role": "user", "content": "hello" * (i % 3)},
+                {"role": "assistant", "content": f"answer {i}"},
+            ]
+        }
         for i in range(200)
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -209,5 +241,7 @@ def test_conversations_do_not_cross_sequences_and_their_shards_can_be_made_alone
 
 def test_a_text_of_which_nothing_is_held_out_is_refused_with_the_cure(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(InputError, match=r"6 tokens to train on and 0 held out .*raise data\.heldout_fraction"):
+    with pytest.raises(
+        InputError, match=r"6 tokens to train on and 0 held out .*raise data\.heldout_fraction"
+    ):
         made(rows_config(tmp_path / "a.txt", heldout_fraction=0.001))

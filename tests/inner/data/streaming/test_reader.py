@@ -1,4 +1,6 @@
-"""The three ways to read a text in shards give the same sequences, from any place on, within limits."""
+"""The three ways to read a text in shards give the same sequences, from any place on, within
+limits.
+"""
 
 import fcntl
 import os
@@ -44,7 +46,9 @@ def shard_bytes(cache: Path) -> int:
     return total
 
 
-def test_tokenised_in_the_run_prepared_and_read_from_a_store_the_sequences_are_equal(tmp_path: Path) -> None:
+def test_tokenised_in_the_run_prepared_and_read_from_a_store_the_sequences_are_equal(
+    tmp_path: Path,
+) -> None:
     config = rows_config(write_rows(tmp_path / "text"))
     with opened(config, tmp_path / "streamed") as corpus:
         streamed = read_units(corpus, UNITS)
@@ -64,12 +68,21 @@ def test_an_epoch_reads_each_sequence_once_shard_by_shard(tmp_path: Path) -> Non
         found = read_units(corpus, range(-(-2 * number // 8))).tolist()
     for epoch in (found[:number], found[number : 2 * number]):
         for first in range(0, number, per_shard):
-            assert sorted(epoch[first : first + per_shard]) == sorted(wanted[first : first + per_shard])
-    assert found[:per_shard] != wanted[:per_shard] and found[:per_shard] != found[number : number + per_shard]
+            assert sorted(epoch[first : first + per_shard]) == sorted(
+                wanted[first : first + per_shard]
+            )
+    assert (
+        found[:per_shard] != wanted[:per_shard]
+        and found[:per_shard] != found[number : number + per_shard]
+    )
 
 
-@pytest.mark.parametrize("start", [StageStart(), StageStart(unit=3, blocks=(5,), block_len=2 * SEQ_LEN)])
-def test_tokens_that_are_all_here_are_read_in_the_same_order_in_stages_too(tmp_path: Path, start: StageStart) -> None:
+@pytest.mark.parametrize(
+    "start", [StageStart(), StageStart(unit=3, blocks=(5,), block_len=2 * SEQ_LEN)]
+)
+def test_tokens_that_are_all_here_are_read_in_the_same_order_in_stages_too(
+    tmp_path: Path, start: StageStart
+) -> None:
     config = rows_config(write_rows(tmp_path / "text"))
     whole = replace(prepare_corpus(config, tmp_path / "cache"), shuffled_tokens=SHARD_TOKENS)
     with opened(config, tmp_path / "cache") as corpus:
@@ -88,7 +101,10 @@ def test_a_restart_reads_on_from_its_place(tmp_path: Path) -> None:
     with opened(config, tmp_path / "cache") as corpus:
         assert torch.equal(read_units(corpus, range(40, 50)), whole[40 * 8 : 50 * 8])
     made_again = {path.name for path in (tmp_path / "cache" / FOLDER).glob("*/[0-9]*.bin")}
-    assert made_again <= {"00010.bin", "00011.bin", "00012.bin", "00013.bin"} and "00012.bin" in made_again
+    assert (
+        made_again <= {"00010.bin", "00011.bin", "00012.bin", "00013.bin"}
+        and "00012.bin" in made_again
+    )
 
 
 def test_the_cache_stays_within_its_limit_and_the_sequences_are_the_same(tmp_path: Path) -> None:
@@ -114,15 +130,21 @@ def test_only_the_shards_that_are_read_or_expected_are_fetched_from_a_store(tmp_
         batches.micro_batches(36, 0, 1, 8)
         batches.micro_batches(40, 0, 1, 8)
     names = sorted(path.name for path in (tmp_path / "cache" / FOLDER).glob("*/[0-9]*.bin"))
-    assert set(names) <= {"00000.bin", "00001.bin", "00009.bin", "00010.bin"} and "00010.bin" in names
+    assert (
+        set(names) <= {"00000.bin", "00001.bin", "00009.bin", "00010.bin"} and "00010.bin" in names
+    )
 
 
 def test_whole_texts_in_a_store_are_shuffled_as_a_whole_if_asked(tmp_path: Path) -> None:
     config = rows_config(write_rows(tmp_path / "text"), order="global")
     published(config, str(tmp_path / "store"))
-    with opened(store_config(str(tmp_path / "store"), order="global"), tmp_path / "cache") as corpus:
+    with opened(
+        store_config(str(tmp_path / "store"), order="global"), tmp_path / "cache"
+    ) as corpus:
         found = read_units(corpus, range(50))
-    assert torch.equal(found, read_units(prepare_corpus(config, tmp_path / "cache"), range(50))), READING_ORDER
+    assert torch.equal(found, read_units(prepare_corpus(config, tmp_path / "cache"), range(50))), (
+        READING_ORDER
+    )
 
 
 def test_a_limit_that_cannot_hold_what_is_read_at_once_is_refused(tmp_path: Path) -> None:
@@ -150,7 +172,11 @@ def test_shards_that_others_read_are_not_deleted_to_make_room(tmp_path: Path) ->
     held[1].close()
     with cache.place(tmp_path / "text" / "00003.bin", 100) as place:
         place.keep()
-    assert sorted(p.name for p in (tmp_path / "text").iterdir()) == ["00000.bin", "00002.bin", "00003.bin"]
+    assert sorted(p.name for p in (tmp_path / "text").iterdir()) == [
+        "00000.bin",
+        "00002.bin",
+        "00003.bin",
+    ]
 
 
 class SlowToReturn(PosixPath):
@@ -172,7 +198,9 @@ class SlowToReturn(PosixPath):
 
 
 def test_a_shard_that_is_begun_is_not_taken_for_that_of_a_process_that_died(tmp_path: Path) -> None:
-    with ShardCache(tmp_path, None).place(SlowToReturn(tmp_path, "text", "00000.bin"), 100) as place:
+    with ShardCache(tmp_path, None).place(
+        SlowToReturn(tmp_path, "text", "00000.bin"), 100
+    ) as place:
         assert place.path.exists()
 
 
@@ -196,7 +224,9 @@ def test_text_that_changes_in_the_run_is_noticed(tmp_path: Path) -> None:
         stat = file.stat()
         file.write_bytes(file.read_bytes().replace(b"number", b"member"))
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        with pytest.raises(InputError, match="differs from the shard that was made first: the text or"):
+        with pytest.raises(
+            InputError, match="differs from the shard that was made first: the text or"
+        ):
             read_units(corpus, range(20, 30))
 
 
@@ -217,5 +247,8 @@ def test_a_damaged_index_in_the_cache_is_named(tmp_path: Path) -> None:
         pass
     (index,) = (tmp_path / "cache" / FOLDER).glob(f"*/{INDEX}")
     index.write_text("{}")
-    with pytest.raises(InputError, match="is not the index of a prepared text"), opened(config, tmp_path / "cache"):
+    with (
+        pytest.raises(InputError, match="is not the index of a prepared text"),
+        opened(config, tmp_path / "cache"),
+    ):
         pass

@@ -20,7 +20,14 @@ from inner.data.streaming.open import shards_identity
 from inner.data.streaming.publish import publish, repair
 from inner.data.streaming.store import Store, call_in_time
 from inner.errors import InputError
-from tests.inner.data.streaming.texts import opened, published, read_units, rows_config, store_config, write_rows
+from tests.inner.data.streaming.texts import (
+    opened,
+    published,
+    read_units,
+    rows_config,
+    store_config,
+    write_rows,
+)
 
 UNITS = range(60)
 
@@ -32,7 +39,9 @@ class FaultyFiles(LocalFileSystem):
     cachable = False
     faults: list[Exception] = []  # noqa: RUF012 - one for all instances, because fsspec makes them
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
         if self.faults:
             raise self.faults.pop()
         return super().cat_file(path, start, end, **kwargs)
@@ -61,14 +70,19 @@ def test_a_damaged_shard_ends_the_run_with_its_name_and_the_cure(tmp_path: Path,
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with opened(store_config(url), tmp_path / "cache") as corpus:
         read_units(corpus, range(8))
-        with pytest.raises(InputError, match=r"store/00003.bin: it is missing or damaged: .* --repair"):
+        with pytest.raises(
+            InputError, match=r"store/00003.bin: it is missing or damaged: .* --repair"
+        ):
             read_units(corpus, UNITS)
 
 
 @pytest.mark.parametrize("length", [0, 100, 1027])
 def test_a_shard_of_another_length_is_damaged(tmp_path: Path, url: str, length: int) -> None:
     (Path(url) / shard_name(0)).write_bytes(bytes(length))
-    with opened(store_config(url), tmp_path / "cache") as corpus, pytest.raises(InputError, match="missing or damaged"):
+    with (
+        opened(store_config(url), tmp_path / "cache") as corpus,
+        pytest.raises(InputError, match="missing or damaged"),
+    ):
         read_units(corpus, UNITS)
 
 
@@ -79,22 +93,35 @@ def test_repair_makes_what_is_damaged_again(tmp_path: Path, url: str) -> None:
     (Path(url) / shard_name(7)).unlink()
     (Path(url) / "heldout.bin").unlink()
     index = publish(config, shards_identity(config), store, 1, lambda index, share: None)
-    assert repair(config, index, store, 1, lambda index, share: None) == ["heldout.bin", "00000.bin", "00007.bin"]
+    assert repair(config, index, store, 1, lambda index, share: None) == [
+        "heldout.bin",
+        "00000.bin",
+        "00007.bin",
+    ]
     assert {path.name: path.read_bytes() for path in Path(url).iterdir()} == whole
 
 
 def test_a_store_that_is_away_for_a_while_is_waited_for(tmp_path: Path, url: str) -> None:
     with opened(store_config(url), tmp_path / "one") as corpus:
         whole = read_units(corpus, UNITS)
-    with opened(store_config(f"faulty://{url}"), tmp_path / "two") as corpus, faults(*[OSError("away")] * 4):
+    with (
+        opened(store_config(f"faulty://{url}"), tmp_path / "two") as corpus,
+        faults(*[OSError("away")] * 4),
+    ):
         assert torch.equal(read_units(corpus, UNITS), whole) and not FaultyFiles.faults
 
 
-def test_a_store_that_stays_away_ends_the_island_with_a_clear_word(tmp_path: Path, url: str) -> None:
+def test_a_store_that_stays_away_ends_the_island_with_a_clear_word(
+    tmp_path: Path, url: str
+) -> None:
     config = store_config(f"faulty://{url}")
-    with opened(config, tmp_path / "two", patience=1.0) as corpus, faults(*[OSError("away")] * 1000):
+    with (
+        opened(config, tmp_path / "two", patience=1.0) as corpus,
+        faults(*[OSError("away")] * 1000),
+    ):
         with pytest.raises(
-            InputError, match=r"has not answered for \d s \(island.shards.store_seconds: 1\): OSError: away"
+            InputError,
+            match=r"has not answered for \d s \(island.shards.store_seconds: 1\): OSError: away",
         ):
             read_units(corpus, UNITS)
         FaultyFiles.faults.clear()
@@ -119,7 +146,9 @@ def test_a_request_that_takes_too_long_has_failed() -> None:
     ended.set()
 
 
-def test_a_text_is_read_while_it_is_written(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_read_while_it_is_written(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(store_config(url), tmp_path / "one") as corpus:
         whole = read_units(corpus, UNITS)
     config, growing = rows_config(tmp_path / "text"), Store(str(tmp_path / "growing"), 5)
@@ -134,7 +163,9 @@ def test_a_text_is_read_while_it_is_written(tmp_path: Path, url: str, monkeypatc
         write(store, name, data)
 
     monkeypatch.setattr(Store, "write", write_when_read)
-    writer = threading.Thread(target=publish, args=(config, identity, growing, 1, lambda index, share: None))
+    writer = threading.Thread(
+        target=publish, args=(config, identity, growing, 1, lambda index, share: None)
+    )
     writer.start()
     try:
         with opened(store_config(growing.url), tmp_path / "two") as corpus:
@@ -158,7 +189,9 @@ def test_a_writer_that_has_stopped_is_waited_for_as_long_as_is_said(tmp_path: Pa
         publish(config, shards_identity(config), store, 1, stop_after_three)
     with opened(store_config(store.url), tmp_path / "cache", patience=1.0) as corpus:
         read_units(corpus, range(8))
-        with pytest.raises(InputError, match=r"only 3 shards, unfinished, .* shard 3 is needed; make sure that"):
+        with pytest.raises(
+            InputError, match=r"only 3 shards, unfinished, .* shard 3 is needed; make sure that"
+        ):
             read_units(corpus, UNITS)
 
 
@@ -174,7 +207,9 @@ def test_an_interrupted_writer_goes_on_with_the_same_result(tmp_path: Path, url:
     with pytest.raises(KeyboardInterrupt):
         publish(config, identity, again, 1, stop_once)
     publish(config, identity, again, 1, stop_once)
-    first, second = (sorted((p.name, p.read_bytes()) for p in Path(u).iterdir()) for u in (url, again.url))
+    first, second = (
+        sorted((p.name, p.read_bytes()) for p in Path(u).iterdir()) for u in (url, again.url)
+    )
     assert first == second
 
 
@@ -194,24 +229,42 @@ def test_a_store_whose_text_changes_in_the_run_is_noticed(tmp_path: Path, url: s
     with opened(store_config(str(growing)), tmp_path / "cache") as corpus:
         read_units(corpus, range(8))
         other = part.shards[0].model_copy(update={"sha256": "0" * 64})
-        (growing / INDEX).write_text(index.model_copy(update={"shards": (other, *index.shards[1:])}).model_dump_json())
-        with pytest.raises(InputError, match="its index does not continue the index that it had before"):
+        (growing / INDEX).write_text(
+            index.model_copy(update={"shards": (other, *index.shards[1:])}).model_dump_json()
+        )
+        with pytest.raises(
+            InputError, match="its index does not continue the index that it had before"
+        ):
             read_units(corpus, UNITS)
 
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"{", b"[" * 100_000, b'{"format": 2}', b'{"identity": "../../../etc/passwd"}', b"null", b"\xff"],
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b'{"format": 2}',
+        b'{"identity": "../../../etc/passwd"}',
+        b"null",
+        b"\xff",
+    ],
 )
 def test_an_index_that_lies_is_refused(text: bytes) -> None:
-    with pytest.raises(InputError, match=r"s3://b/index\.json: is not the index of a prepared text"):
+    with pytest.raises(
+        InputError, match=r"s3://b/index\.json: is not the index of a prepared text"
+    ):
         parse_index(text, "s3://b/index.json")
 
 
 def test_an_index_whose_shards_cannot_be_is_refused(url: str) -> None:
     index = parse_index((Path(url) / INDEX).read_bytes(), "")
     short = index.shards[0].model_copy(update={"tokens": 5})
-    for change in ({"shards": (short, *index.shards[1:])}, {"heldout": None}, {"is_complete": False}):
+    for change in (
+        {"shards": (short, *index.shards[1:])},
+        {"heldout": None},
+        {"is_complete": False},
+    ):
         with pytest.raises(InputError, match="is not the index"):
             parse_index(index.model_copy(update=change).model_dump_json().encode(), "x")
 
@@ -224,10 +277,16 @@ def test_another_tokenizer_or_length_of_shards_is_named(tmp_path: Path, url: str
         pass
 
 
-def test_a_text_that_is_still_written_cannot_be_shuffled_as_a_whole(tmp_path: Path, url: str) -> None:
+def test_a_text_that_is_still_written_cannot_be_shuffled_as_a_whole(
+    tmp_path: Path, url: str
+) -> None:
     path = Path(url) / INDEX
     index = parse_index(path.read_bytes(), "")
-    path.write_text(index.model_copy(update={"shards": index.shards[:2], "is_complete": False}).model_dump_json())
+    path.write_text(
+        index.model_copy(
+            update={"shards": index.shards[:2], "is_complete": False}
+        ).model_dump_json()
+    )
     with (
         pytest.raises(InputError, match=r"set data\.order=shards"),
         opened(store_config(url, order="global"), tmp_path),
@@ -240,8 +299,13 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused(tmp_path: Path, url: s
     index, ids = parse_index(path.read_bytes(), ""), np.full(513, 300, np.uint16)
     (Path(url) / shard_name(0)).write_bytes(ids.tobytes())
     other = index.shards[0].model_copy(update={"sha256": sha256_of(ids.data)})
-    path.write_text(index.model_copy(update={"shards": (other, *index.shards[1:])}).model_dump_json())
-    with opened(store_config(url), tmp_path / "cache") as corpus, pytest.raises(InputError, match="holds the ids 300"):
+    path.write_text(
+        index.model_copy(update={"shards": (other, *index.shards[1:])}).model_dump_json()
+    )
+    with (
+        opened(store_config(url), tmp_path / "cache") as corpus,
+        pytest.raises(InputError, match="holds the ids 300"),
+    ):
         read_units(corpus, range(4))
 
 
@@ -255,6 +319,11 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, url: str) -> None:
             with opened(store_config(url), tmp_path / "cache") as corpus:
                 read_units(corpus, UNITS)
         except InputError as error:
-            code = 0 if "cannot write (File too large)" in str(error) and "island.cache_dir" in str(error) else 2
+            code = (
+                0
+                if "cannot write (File too large)" in str(error)
+                and "island.cache_dir" in str(error)
+                else 2
+            )
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -14,20 +14,37 @@ from inner.data.streaming.index import shard_name
 from inner.data.streaming.open import FOLDER, open_cache, shards_identity
 from inner.data.streaming.tokeniser import TokeniserSupply
 from inner.errors import InputError
-from tests.inner.data.streaming.texts import COMMAND, opened, options_of, read_units, rows_config, write_rows
+from tests.inner.data.streaming.texts import (
+    COMMAND,
+    opened,
+    options_of,
+    read_units,
+    rows_config,
+    write_rows,
+)
 
 GUARD_SECONDS = 60.0
 
 
 def supply_of(folder: Path, cache: Path) -> TokeniserSupply:
     config = rows_config(folder)
-    return TokeniserSupply(config, shards_identity(config), open_cache(cache, options_of()), COMMAND)
+    return TokeniserSupply(
+        config, shards_identity(config), open_cache(cache, options_of()), COMMAND
+    )
 
 
 def tokeniser_pids() -> set[int]:
     """Processes that tokenise for this one."""
-    children = {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
-    return {int(pid) for pid in children if b"diloco.runtime.corpus" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    children = {
+        pid
+        for task in Path("/proc/self/task").glob("*/children")
+        for pid in task.read_text().split()
+    }
+    return {
+        int(pid)
+        for pid in children
+        if b"diloco.runtime.corpus" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
 
 
 def test_a_tokeniser_that_dies_is_started_again(tmp_path: Path) -> None:
@@ -60,13 +77,20 @@ def test_processes_that_share_a_cache_make_each_shard_once(tmp_path: Path) -> No
     folder = write_rows(tmp_path / "text")
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
-    processes = [fork.Process(target=read_in_process, args=(folder, tmp_path / "cache", answers)) for _ in range(3)]
+    processes = [
+        fork.Process(target=read_in_process, args=(folder, tmp_path / "cache", answers))
+        for _ in range(3)
+    ]
     for process in processes:
         process.start()
     found = [answers.get(timeout=GUARD_SECONDS) for _ in processes]
     for process in processes:
         process.join(GUARD_SECONDS)
-    assert found[0] == found[1] == found[2] and [process.exitcode for process in processes] == [0, 0, 0]
+    assert found[0] == found[1] == found[2] and [process.exitcode for process in processes] == [
+        0,
+        0,
+        0,
+    ]
     with opened(rows_config(folder), tmp_path / "alone") as corpus:
         assert found[0] == read_units(corpus, range(40)).sum(dim=1).tolist()
 

@@ -24,13 +24,17 @@ def write_rows(folder: Path, count: int = 60, name: str = "a.jsonl") -> Path:
     """Rows of unequal length in a .jsonl file; about 150 tokens each."""
     folder.mkdir(exist_ok=True, parents=True)
     texts = [f"number {i} \u00e9\n" * (1 + i * 7 % 20) for i in range(count)]
-    (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    (folder / name).write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     return folder
 
 
 def rows_config(folder: Path, **changes: object) -> DataConfig:
     values = {"source": "files", "paths": [str(folder)], "heldout_fraction": 0.2, "order": "shards"}
-    return DataConfig.model_validate(values | {"seq_len": SEQ_LEN, "shard_tokens": SHARD_TOKENS} | changes)
+    return DataConfig.model_validate(
+        values | {"seq_len": SEQ_LEN, "shard_tokens": SHARD_TOKENS} | changes
+    )
 
 
 def store_config(url: str, **changes: object) -> DataConfig:
@@ -43,7 +47,9 @@ def options_of(**changes: object) -> StreamOptions:
 
 
 def published(config: DataConfig, url: str, processes: int = 1) -> ShardIndex:
-    return publish(config, shards_identity(config), Store(url, 20.0), processes, lambda index, share: None)
+    return publish(
+        config, shards_identity(config), Store(url, 20.0), processes, lambda index, share: None
+    )
 
 
 @contextmanager

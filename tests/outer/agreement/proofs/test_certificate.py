@@ -21,13 +21,22 @@ def signer_of(name: str, run_id: str = "run", access: Access | None = None) -> I
 
 def statement_of(names: str, **changes: object) -> Statement:
     keys = [KEYS[name].public for name in names]
-    fields = {"plan": "0" * 32, "round": 4, "base": "aa" * 16, "base_tokens": 40, "tokens": 70, "digest": "bb" * 16}
+    fields = {
+        "plan": "0" * 32,
+        "round": 4,
+        "base": "aa" * 16,
+        "base_tokens": 40,
+        "tokens": 70,
+        "digest": "bb" * 16,
+    }
     return Statement(**(fields | {"islands": list(names), "keys": keys} | changes))  # pyright: ignore[reportArgumentType]
 
 
 def certificate_of(names: str, run_id: str = "run") -> Certificate:
     statement = statement_of(names)
-    return build_certificate(statement, {name: signer_of(name, run_id).sign(statement.text) for name in names})
+    return build_certificate(
+        statement, {name: signer_of(name, run_id).sign(statement.text) for name in names}
+    )
 
 
 def test_a_certificate_proves_the_state_after_the_commit() -> None:
@@ -37,7 +46,9 @@ def test_a_certificate_proves_the_state_after_the_commit() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"digest": "cc" * 16}, {"tokens": 71}, {"round": 5}, {"base": "cc" * 16}, {"plan": "1" * 32}], ids=str
+    "changes",
+    [{"digest": "cc" * 16}, {"tokens": 71}, {"round": 5}, {"base": "cc" * 16}, {"plan": "1" * 32}],
+    ids=str,
 )
 def test_nobody_can_change_what_was_signed(changes: dict) -> None:
     signatures = certificate_of("abc").signatures
@@ -65,7 +76,9 @@ def test_each_participant_is_there_once_and_has_a_key(names: str, keys: str) -> 
 def test_a_missing_signature_is_noticed() -> None:
     certificate = certificate_of("abc")
     with pytest.raises(MessageError, match="2 signatures of 3 participants"):
-        certificate.model_copy(update={"signatures": certificate.signatures[:2]}).check(signer_of("a").verify)
+        certificate.model_copy(update={"signatures": certificate.signatures[:2]}).check(
+            signer_of("a").verify
+        )
 
 
 def test_a_certificate_of_too_many_islands_is_not_parsed() -> None:
@@ -78,7 +91,9 @@ def test_a_certificate_of_too_many_islands_is_not_parsed() -> None:
 def test_a_good_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     certificate, signer = certificate_of("abc"), signer_of("a")
     certificate.check(signer.verify)
-    monkeypatch.setattr("outer.agreement.proofs.signer.verify", lambda *args: pytest.fail("checked again"))
+    monkeypatch.setattr(
+        "outer.agreement.proofs.signer.verify", lambda *args: pytest.fail("checked again")
+    )
     certificate.check(signer.verify)
 
 
@@ -91,5 +106,9 @@ def test_the_operators_word_counts(tmp_path) -> None:
     (tmp_path / "banned").write_text("c\n")
     a, b, c = (KEYS[name].public for name in "abc")
     listed = signer_of("a", access=Access({a, b}, [tmp_path / "banned"]))
-    assert [listed.trusts(name, key) for name, key in (("b", b), ("c", c), ("d", "11" * 32))] == [True, False, False]
+    assert [listed.trusts(name, key) for name, key in (("b", b), ("c", c), ("d", "11" * 32))] == [
+        True,
+        False,
+        False,
+    ]
     assert signer_of("a").trusts("b", b) is None

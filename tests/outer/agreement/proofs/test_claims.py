@@ -1,4 +1,6 @@
-"""Which claims to be ahead are followed: those behind which enough islands stand that this island knows."""
+"""Which claims to be ahead are followed: those behind which enough islands stand that this island
+knows.
+"""
 
 from outer.agreement.messages import Plan, Status
 from outer.agreement.proofs.certificate import (
@@ -29,11 +31,15 @@ def holding(name: str, *others: str, **rules: object) -> RoundProtocol:
     return made
 
 
-def claims(here: RoundProtocol, sender: str, proof: Proof | None = None, status: Status = AHEAD) -> bool:
+def claims(
+    here: RoundProtocol, sender: str, proof: Proof | None = None, status: Status = AHEAD
+) -> bool:
     """Whether the island follows a claim, after it has heard the proof if it asks for one."""
     here.outbox.clear()
     here.receive(sender, status)
-    asked = [message for to, message in here.outbox if to == sender and isinstance(message, ProofQuery)]
+    asked = [
+        message for to, message in here.outbox if to == sender and isinstance(message, ProofQuery)
+    ]
     if asked and proof is not None:
         here.receive(sender, proof)
     return isinstance(here.knowledge.behind(is_settled=True), Behind)
@@ -56,7 +62,11 @@ def test_one_island_alone_proves_nothing_where_two_commit() -> None:
     a = holding("a", "b", "c", quorum=2)
     assert not claims(a, "b", Proof(certificate=certificate_of("b")))
     assert a.knowledge.claims.refused == [
-        ("b", "round 5 with 500 tokens: 1 of the 2 islands needed, that this island knows, have signed it")
+        (
+            "b",
+            "round 5 with 500 tokens: 1 of the 2 islands needed, that this island knows, have "
+            "signed it",
+        )
     ]
 
 
@@ -127,13 +137,17 @@ def test_who_never_answers_is_waited_for_no_longer_than_others() -> None:
 
 
 def test_islands_that_came_meanwhile_are_introduced_by_those_that_were_known() -> None:
-    """While "a" was away, "d" has taken part beside "b" and "c", and then "e" beside "c" and "d"; "b" and "c" left."""
+    """While "a" was away, "d" has taken part beside "b" and "c", and then "e" beside "c" and "d";
+    "b" and "c" left.
+    """
     a = holding("a", "b", "c", quorum=2)
     beside = [
         certificate_of(*names, status=Status(round=n, tokens=30 * n, digest="ee" * 8))
         for n, names in ((2, "bcd"), (3, "cde"))
     ]
-    assert not claims(holding("a", "b", "c", quorum=2), "d", Proof(certificate=certificate_of("d", "e")))
+    assert not claims(
+        holding("a", "b", "c", quorum=2), "d", Proof(certificate=certificate_of("d", "e"))
+    )
     assert claims(a, "d", Proof(certificate=certificate_of("d", "e"), introductions=beside))
     assert a.knowledge.claims.witnesses.known.keys() == set("abcde")
 
@@ -141,7 +155,9 @@ def test_islands_that_came_meanwhile_are_introduced_by_those_that_were_known() -
 def test_a_liar_introduces_nobody_by_itself() -> None:
     a = holding("a", "b", "c", quorum=2)
     alone = certificate_of("b", "x", "y", status=Status(round=2, tokens=60, digest="ee" * 8))
-    assert not claims(a, "b", Proof(certificate=certificate_of("b", "x", "y"), introductions=[alone]))
+    assert not claims(
+        a, "b", Proof(certificate=certificate_of("b", "x", "y"), introductions=[alone])
+    )
 
 
 def test_what_is_kept_of_introductions_is_bounded() -> None:

@@ -1,4 +1,6 @@
-"""A member with the run key claims to be ahead with a state that it has made up: nobody follows it or takes it."""
+"""A member with the run key claims to be ahead with a state that it has made up: nobody follows it
+or takes it.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,7 +35,9 @@ KEY = RunKey(b"k" * 32)
 START = Status(round=0, tokens=0, digest="00" * 16)
 HELD = Status(round=3, tokens=300, digest="aa" * 16)
 MADE_UP = Status(round=9, tokens=9000, digest="bb" * 16)
-networks = pytest.mark.parametrize("kind", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
+networks = pytest.mark.parametrize(
+    "kind", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)]
+)
 
 
 @dataclass
@@ -55,7 +59,10 @@ class Honest:
 async def enter(place: Swarm, name: str, status: Status) -> tuple[Network, str]:
     network = await place.open(Endpoint(name, 0), run_key=KEY)
     assert network.membership is not None
-    addresses = {"control_addresses": [network.messenger.address], "transport_addresses": [network.transport.address]}
+    addresses = {
+        "control_addresses": [network.messenger.address],
+        "transport_addresses": [network.transport.address],
+    }
     claim = {"round": status.round, "tokens": status.tokens, "digest": status.digest}
     await network.membership.announce(member(name, **addresses, **claim))
     return network, network.messenger.address
@@ -65,8 +72,12 @@ async def open_honest(place: Swarm, name: str) -> Honest:
     network, _ = await enter(place, name, START)
     assert network.membership is not None
     knowledge = Knowledge(name, Rules(quorum=2), START, Claims(Witnesses(network.signer)))
-    peers = Peers(name, network.messenger, network.membership, Deadlines(600), member(name).config_hash)
-    driver = ProtocolDriver(RoundProtocol(knowledge), peers, on_no=lambda *args: None, rejections=network.rejections)
+    peers = Peers(
+        name, network.messenger, network.membership, Deadlines(600), member(name).config_hash
+    )
+    driver = ProtocolDriver(
+        RoundProtocol(knowledge), peers, on_no=lambda *args: None, rejections=network.rejections
+    )
     return Honest(name, network, driver)
 
 
@@ -84,7 +95,9 @@ async def open_run(kind: str) -> AsyncIterator[tuple[Swarm, Honest, Honest, Netw
 
 
 async def lie(liar: Network, certificate: Certificate, to: Honest) -> None:
-    """Claim to be ahead, answer the question for a proof with this one, and give the state to whoever asks."""
+    """Claim to be ahead, answer the question for a proof with this one, and give the state to
+    whoever asks.
+    """
     proof = Proof(certificate=certificate)
     description = Description(
         digest=MADE_UP.digest,
@@ -102,7 +115,9 @@ async def lie(liar: Network, certificate: Certificate, to: Honest) -> None:
 
     for kind, message in (("proofquery", proof), ("state", description), ("status", MADE_UP)):
         answer(kind, message)
-    await liar.messenger.call(to.network.messenger.address, "status", MADE_UP.encode(), timeout_seconds=20)
+    await liar.messenger.call(
+        to.network.messenger.address, "status", MADE_UP.encode(), timeout_seconds=20
+    )
 
 
 async def has_refused(island: Honest) -> bool:
@@ -110,7 +125,9 @@ async def has_refused(island: Honest) -> bool:
     await island.driver.find_donors()
     island.driver._detector.ping()
     island.driver._send_outbox()
-    return any((who, kind) == ("liar", "proof") for who, kind, *_ in island.network.rejections.drain())
+    return any(
+        (who, kind) == ("liar", "proof") for who, kind, *_ in island.network.rejections.drain()
+    )
 
 
 @networks
@@ -118,7 +135,10 @@ def test_a_member_that_makes_up_a_state_is_followed_by_nobody(kind: str) -> None
     async def main() -> None:
         async with open_run(kind) as (place, a, b, liar):
             joiner = await open_honest(place, "joiner")
-            invented = {name: (await place.open(Endpoint(name, 0), run_key=KEY)).signer for name in ("x", "y")}
+            invented = {
+                name: (await place.open(Endpoint(name, 0), run_key=KEY)).signer
+                for name in ("x", "y")
+            }
             for island, helpers in ((a, invented), (b, {}), (joiner, {})):
                 await lie(liar, certify(MADE_UP, {"liar": liar.signer} | helpers), island)
                 await wait_for(lambda: has_refused(island), True, seconds=30)  # noqa: B023
@@ -145,7 +165,9 @@ def test_a_joiner_takes_no_description_that_one_member_has_made_up(kind: str) ->
                 joiner.knowledge.check_proof(description.claim, description.proof)
 
             await lie(liar, certify(MADE_UP, {"liar": liar.signer}), joiner)
-            with pytest.raises(MessageError, match="liar does not prove it: 1 of the 2 islands needed"):
+            with pytest.raises(
+                MessageError, match="liar does not prove it: 1 of the 2 islands needed"
+            ):
                 await find_description([client], None, wait_seconds=20, check=check)
             stolen = certify(HELD, {"a": a.network.signer, "b": b.network.signer})
             await lie(liar, stolen, joiner)
