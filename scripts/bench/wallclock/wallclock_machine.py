@@ -93,9 +93,12 @@ def backward(machine: Machine, rival: Rival, windows: list[torch.Tensor]) -> tup
     tokens = sum(map(num_targets, windows))
     total = 0.0
     for number, window in enumerate(windows):
-        tokens_BS, targets_BS, packing, _ = cut(window)
+        batch = cut(window)
         with nullcontext() if number == len(windows) - 1 else rival.no_sync():
-            loss = rival.forward(tokens_BS, targets_BS=targets_BS, packing=packing) / tokens
+            loss_sum = rival.forward(
+                batch.tokens_BS, targets_BS=batch.targets_BS, packing=batch.packing
+            )
+            loss = loss_sum / tokens
             loss.backward()
         total += loss.item()
     return total, tokens

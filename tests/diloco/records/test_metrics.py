@@ -333,12 +333,16 @@ def test_a_full_disk_is_said_once(caplog: pytest.LogCaptureFixture, tmp_path: Pa
     assert "No space left on device" in said and "training goes on" in said
 
 
+LARGEST_BYTES = 34_000
+"""More than 100 steps take in metrics.jsonl, and less than TensorBoard needs for them."""
+
+
 def steps_with_a_tensorboard_that_finds_no_room(rank: int, folder: Path) -> None:
     """Its file, which holds more of a step than metrics.jsonl does, reaches the size that no file
     may have.
     """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_BYTES, resource.RLIM_INFINITY))
     sinks = build_sinks(IslandConfig(tensorboard=True), folder, run_name="quick", settings={})
     metrics = Metrics(folder / "metrics.jsonl", sinks)
     for number in range(100):
@@ -351,7 +355,7 @@ def test_a_sink_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
     records = Tail(tmp_path / "metrics.jsonl").new_records()
     assert [record.step for record in records if isinstance(record, StepRecord)] == list(range(100))
     (events,) = (tmp_path / "tensorboard").iterdir()
-    assert events.stat().st_size == 30_000, "the sink has found no room"
+    assert events.stat().st_size == LARGEST_BYTES, "the sink has found no room"
 
 
 def test_records_begin_when_their_file_can_be_opened_and_sinks_get_all(

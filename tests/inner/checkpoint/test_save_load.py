@@ -269,7 +269,8 @@ def changed_on_a_rank(rank: int, folder: Path) -> list[dict[str, str]]:
     is_about_to_write, may_write = threading.Event(), threading.Event()
 
     def hold_up(event: str, args: tuple) -> None:
-        if event == "open" and str(args[0]).endswith(".tensors") and "x" in args[1]:
+        is_created = event == "open" and "x" in (args[1] or "")
+        if is_created and str(args[0]).endswith(".tensors"):
             is_about_to_write.set()
             assert may_write.wait(60)
 

@@ -283,7 +283,7 @@ HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=len(WORDS)), RUN) + WORDS
             b"DLCO\x01" + HELLO[5:],
             "127.0.0.1",
             "version",
-            "a frame of version 1, and this island speaks version 11",
+            "a frame of version 1, and this island speaks version 12",
         ),
         (HELLO[:6] + bytes(8) + HELLO[14:], "127.0.0.1", "run", "another run"),
         (HELLO.replace(b'"b"', b'"/"'), "127.0.0.1", "header", "not a Hello: island"),
