@@ -105,7 +105,7 @@ LONGER = {
     "diloco.cli.simulate.simulate": "a line for each option, and the text of --fault",
     "diloco.cli.swarm.watch": "a line for each option",
     "diloco.cli.weights.evaluate": "a line for each option",
-    "outer.rounds.agreed.build_agreed_averager": "each part of the averager is built once, in order",
+    "outer.rounds.agreed.build_agreed_averager": "each part is built once, in order",
 }
 """Functions that are longer, and why."""
 

@@ -60,7 +60,9 @@ def test_values_and_gradients_equal_those_of_all_pairs(monkeypatch, rule, has_do
     got = with_gradients(lambda *tensors: causal_attention(*tensors, rule), given)
     wanted = with_gradients(lambda *tensors: all_pairs(*tensors, rule), given)
     for mine, theirs in zip(got, wanted, strict=True):
-        assert float((mine - theirs).abs().max() / theirs.abs().max()) < BANDS[torch.float32]
+        # Queries and keys have no gradient where a position sees itself alone.
+        size = theirs.abs().max().clamp(min=0.1)
+        assert float((mine - theirs).abs().max() / size) < BANDS[torch.float32]
 
 
 def test_a_window_of_the_whole_sequence_changes_no_bit():
