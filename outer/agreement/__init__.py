@@ -43,7 +43,7 @@ first by name:
 ...     island.knowledge.add(islands)
 ...     island.prepare(Ready(
 ...         island=name, incarnation="0" * 8, key=island.knowledge.signer.public, round=0,
-            attempt=0,
+...         attempt=0,
 ...         digest=start.digest, base_tokens=0, tokens=100, weight=100,
 ...         carriers=[(0, 1)], transport_addresses=["host:1"], control_addresses=["host:2"],
 ...     ))

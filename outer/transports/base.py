@@ -25,8 +25,8 @@ class Transport(Protocol):
     ...     hub = Hub()
     ...     ours, theirs = (LoopbackTransport(hub, "run", me, connect_seconds=5) for me in (a, b))
     ...     addresses = {a: ours.address, b: theirs.address}
-    ...     await asyncio.gather(ours.connect("epoch-0", addresses), theirs.connect("epoch-0",
-            addresses))
+    ...     joining = ours.connect("epoch-0", addresses), theirs.connect("epoch-0", addresses)
+    ...     await asyncio.gather(*joining)
     ...     tag = Tag(round=0, attempt=0, leg=Leg.REDUCE, part=7)
     ...     await ours.send(b, tag, torch.tensor([1, 2, 3], dtype=torch.uint8))
     ...     return (await theirs.recv(a, tag, num_bytes=3)).tolist()
