@@ -3,9 +3,8 @@ and on meshes.
 
     python scripts/bench/inner/inner.py [--steps N] [--dims 256,512] [--vocabs 260,32000]
         [--dtypes float32,bfloat16]
-
-        [--what
-        plain,ours,transformers,plain_x2,ddp2,dp2,dp2_fsdp,fsdp2,tp2,tp2_split,pp2,cp2,cp2_fsdp]
+        [--what plain,ours,transformers,plain_x2,ddp2,dp2,dp2_fsdp,fsdp2,tp2,tp2_split,pp2,cp2,
+        cp2_fsdp]
         [--device cpu] [--split] [--json FILE]
 
 Contestants are processes with one thread each. They take turns, one step each, so that a busy
