@@ -22,7 +22,9 @@ from diloco.runtime.processes import Child, island_command, kill, start
 from diloco.simulate.nodes import NodesOf, nodes_command
 from diloco.swarm.bootstrap import PREFIX
 
-BOOTSTRAP_SECONDS = 60.0
+BOOTSTRAP_SECONDS = 300.0
+"""A hang guard. The first start after an installation reads gigabytes from the disk: it took more
+than a minute on a busy machine with CUDA's libraries."""
 POLL_SECONDS = 0.05
 PROXY_PORT = 3128
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from inner.config import BalanceConfig, OptimizerConfig, ParallelConfig, PredictConfig
 from inner.dry_run.comm_counter import CommCounter, island_groups
 from inner.measure.traffic.expected import expected_traffic
-from inner.measure.traffic.rows import SCALARS, TrafficRow
+from inner.measure.traffic.rows import SCALARS, TrafficRow, merge_axes
 from inner.measure.workload import Workload
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
@@ -576,7 +576,8 @@ def test_a_step_sends_exactly_what_the_formula_says(traffic, name):
     ranks = [result for rank, result in enumerate(traffic[name]) if _is_fullest(degrees, rank)]
     assert len(ranks) == degrees.pp
     for _, counted, expected in ranks:
-        assert counted == expected
+        # One group of ranks may belong to several axes, and the counter cannot tell them apart.
+        assert merge_axes(counted, degrees) == merge_axes(expected, degrees)
         assert prod(row.sent_bytes for row in counted) > 0
 
 
