@@ -114,8 +114,8 @@ def test_compiled_islands_in_one_process_share_a_graph_and_learn_what_eager_ones
             process.finish(280)
             found[compiles] = [folder_of(process, index) for index in range(2)]
     # Of a block and of the loss, each for training and for evaluation, although there are two
-    # islands. Without sharing there are 8. Both islands may begin with the same graph at once.
-    assert int((tmp_path / "graphs").read_text()) in (4, 5)
+    # islands.
+    assert (tmp_path / "graphs").read_text() == "4"
     digests = [[r["digest"] for r in island.committed().values()] for island in found["true"]]
     assert len(digests[0]) == 2 and digests[1] == digests[0]
     for eager, compiled in zip(found["false"], found["true"], strict=True):
