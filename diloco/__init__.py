@@ -19,8 +19,7 @@ def _refuse_windows() -> None:
     if os.name != "posix":
         raise ImportError(
             f"diloco does not run on this system ({sys.platform}): it needs the processes, signals "
-            "and file locks of "
-            "POSIX; use Linux, which Windows has in WSL 2"
+            "and file locks of POSIX; use Linux, which Windows has in WSL 2"
         )
 
 
@@ -37,8 +36,7 @@ def _use_own_packages() -> None:
         if loaded is not None and not (home / name / "__init__.py").samefile(loaded):
             raise ImportError(
                 f"diloco needs its own package {name!r} ({home / name}), but another one has been "
-                "imported from "
-                f"{loaded}; import diloco first, or run the two in separate processes"
+                f"imported from {loaded}; import diloco first, or run the two in separate processes"
             )
     sys.path.insert(0, str(home))
 

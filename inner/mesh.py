@@ -147,8 +147,7 @@ def check_ep(degrees: Degrees) -> None:
     if degrees.ep not in allowed:
         raise InputError(
             f"island.mesh.ep ({degrees.ep}) must divide dp_shard x cp x tp ({ranks}), and be 1 or "
-            "a multiple of tp "
-            f"({degrees.tp}); set it to {' or '.join(map(str, allowed))}"
+            f"a multiple of tp ({degrees.tp}); set it to {' or '.join(map(str, allowed))}"
         )
 
 
@@ -300,8 +299,7 @@ def accumulation_steps(
     if tokens_per_step % step_tokens:
         raise InputError(
             f"optimizer.tokens_per_step ({tokens_per_step}) must be a multiple of data.seq_len "
-            f"({seq_len}) x "
-            f"island.micro_batch ({micro_batch}) x data ranks ({num_data_ranks}) = {step_tokens}; "
-            f"try {nearest_multiples(tokens_per_step, step_tokens)}"
+            f"({seq_len}) x island.micro_batch ({micro_batch}) x data ranks ({num_data_ranks}) = "
+            f"{step_tokens}; try {nearest_multiples(tokens_per_step, step_tokens)}"
         )
     return tokens_per_step // step_tokens

@@ -485,8 +485,7 @@ class Trainer:
             )
             raise TrainingStopped(
                 f"inner step {self.inner_step}: {self._skipped_in_a_row} steps in a row had a "
-                f"non-finite {what} "
-                f"or no valid target{where}, optimizer.max_skipped_steps allows "
-                f"{self._config.max_skipped_steps}; "
-                "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the data"
+                f"non-finite {what} or no valid target{where}, optimizer.max_skipped_steps allows "
+                f"{self._config.max_skipped_steps}; lower optimizer.lr, lengthen "
+                "optimizer.warmup_steps, or look at the data"
             )

@@ -45,8 +45,7 @@ def call(path: str, key: str, options: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise InputError(
             f"{key}: {path}({', '.join(f'{name}={value!r}' for name, value in options.items())}) "
-            "failed: "
-            f"{type(error).__name__}: {error}"
+            f"failed: {type(error).__name__}: {error}"
         ) from error
 
 

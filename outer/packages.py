@@ -48,6 +48,5 @@ def require_hivemind(what: str, instead: str = "set outer.transport=tls") -> Non
     if not has_hivemind():
         raise InputError(
             f"{what} needs the package hivemind, which is not installed here; pip install "
-            "'diloco[hivemind]', or "
-            f"{instead}"
+            f"'diloco[hivemind]', or {instead}"
         )

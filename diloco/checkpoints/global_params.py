@@ -124,10 +124,8 @@ def find_newest_checkpoint(
         raise InputError(problems[-1])
     raise InputError(
         f"{path} holds no checkpoint: looked in {path / (island or '<island>') / FOLDER} (an "
-        "exported model has a "
-        "config.json); islands save every island.checkpoint.every_rounds rounds and at the end of "
-        "the run, but not "
-        "with --in-process"
+        "exported model has a config.json); islands save every island.checkpoint.every_rounds "
+        "rounds and at the end of the run, but not with --in-process"
     )
 
 

@@ -45,10 +45,8 @@ class RunKeySigner:
                 return strip_seal(raw)
             raise InputError(
                 f"{where}: refused: {error}. Name the run's key with {self.key_setting}. If you "
-                "know where the "
-                "checkpoint is from, for example from before the run had this key, "
-                f"{self.accept_setting} reads it "
-                "unchecked"
+                "know where the checkpoint is from, for example from before the run had this key, "
+                f"{self.accept_setting} reads it unchecked"
             ) from None
 
 

@@ -93,9 +93,8 @@ class Weights:
         if limit is not None and num_tokens > limit:
             raise InputError(
                 f"the model has learned {limit} positions (model.decoder.max_positions), and a "
-                "sequence has "
-                f"{num_tokens} tokens; ask for no more than {limit} (--seq-len; --max-tokens with "
-                "the prompt)"
+                f"sequence has {num_tokens} tokens; ask for no more than {limit} (--seq-len; "
+                "--max-tokens with the prompt)"
             )
 
     def encoder(self) -> Tokenizer:

@@ -84,8 +84,7 @@ def check_company(run: RunConfig, island: IslandConfig) -> None:
     if not run.outer.network.leaves_process:
         raise ConfigError(
             f"outer.transport: got {run.outer.transport}, which no other process reaches, and "
-            f"{why}: {island.label} "
-            f"would wait for ever; use tls, gloo or hivemind{alone}"
+            f"{why}: {island.label} would wait for ever; use tls, gloo or hivemind{alone}"
         )
     if not island.bootstrap:
         raise ConfigError(
@@ -227,8 +226,7 @@ def check_stability(run: RunConfig, *, is_own: bool) -> None:
     if optimizer.dropout and is_own:
         raise InputError(
             f"optimizer.dropout: got {optimizer.dropout:g}, and only the built-in decoder has "
-            "dropout; set it to 0, "
-            "and use a dropout in the own model"
+            "dropout; set it to 0, and use a dropout in the own model"
         )
     if optimizer.noise_scale_every and optimizer.tokens_per_step < 2 * run.data.seq_len:
         raise InputError(
@@ -241,9 +239,8 @@ def check_stability(run: RunConfig, *, is_own: bool) -> None:
     if optimizer.spikes.action == "rewind" and not waits:
         raise InputError(
             "optimizer.spikes.action: rewind goes back to the params of the last commit, for which "
-            "no round may be in "
-            "flight; set action to skip, or outer.delay to 0, outer.wait_for to all and "
-            "outer.gossip to null"
+            "no round may be in flight; set action to skip, or outer.delay to 0, outer.wait_for to "
+            "all and outer.gossip to null"
         )
 
 

@@ -116,9 +116,8 @@ def parse_swarm_config(text: str) -> RunConfig:
     if found := [name for name in ISLAND_SECTIONS if name in values]:
         raise ConfigError(
             f"the swarm's config sets {' and '.join(found)}, which only the operator of an island "
-            "sets (addresses, "
-            "folders, mirrors, keys). No island publishes such settings, so do not trust the "
-            "source of this text"
+            "sets (addresses, folders, mirrors, keys). No island publishes such settings, so do "
+            "not trust the source of this text"
         )
     try:
         return RunConfig.model_validate(values)
@@ -205,8 +204,7 @@ def _names_a_file(name: str) -> bool:
 def _place_error(key: str, value: str, cure: str) -> ConfigError:
     return ConfigError(
         f"{key}: the run reads {_printable(value)!r}. A swarm does not say which files of this "
-        "machine are read: give "
-        f"the place where this island has the same text or tokenizer, {cure}"
+        f"machine are read: give the place where this island has the same text or tokenizer, {cure}"
     )
 
 

@@ -32,9 +32,8 @@ MOST_NAMED = 4
 """Number of the largest purposes that a text names."""
 CURE = (
     "spread the island over more machines (island.ranks, fewer on each), allow the container or "
-    "job more memory, set "
-    "island.checkpoint.every_rounds to null, or choose a smaller model; `diloco plan` shows each "
-    "purpose"
+    "job more memory, set island.checkpoint.every_rounds to null, or choose a smaller model; "
+    "`diloco plan` shows each purpose"
 )
 
 

@@ -145,15 +145,13 @@ def reach_cure(remote: RemoteIsland) -> str:
     if network.has_daemon:
         return (
             "if it still runs, then on that machine open island.listen_port (a fixed one) and set "
-            "island.announce_host "
-            "to the address that others see, or set island.relay=client; an island.allow there "
-            "must list this peer"
+            "island.announce_host to the address that others see, or set island.relay=client; an "
+            "island.allow there must list this peer"
         )
     ports = f"{network.ports_per_rank} for each from island.listen_port"
     return (
         f"its record says {remote.address}: if it still runs, then on that machine open the ports "
-        "of all ranks "
-        f"({ports}) and set island.announce_host to the address that others see"
+        f"of all ranks ({ports}) and set island.announce_host to the address that others see"
     )
 
 

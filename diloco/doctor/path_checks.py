@@ -21,8 +21,7 @@ CURE_OF_GLOO = (
 )
 CURE_OF_TLS = (
     "open these ports on that machine and set island.announce_host to the address that others see; "
-    "or, where no port "
-    "can be opened, set island.relays there to a `diloco relay` that both reach"
+    "or, where no port can be opened, set island.relays there to a `diloco relay` that both reach"
 )
 
 

@@ -89,9 +89,7 @@ def require_relays(config: Config) -> None:
     if not config.outer.network.has_routes or not config.island.relays:
         raise ConfigError(
             f"outer.transport is {config.outer.transport} and island.relays "
-            f"{list(config.island.relays)}: nodes there "
-            "have no address that other clusters reach, so islands must dial out to a relay; start "
-            "`diloco relay` on a "
-            "machine with a public address, and set outer.transport=tls and "
-            "island.relays=[HOST:PORT]"
+            f"{list(config.island.relays)}: nodes there have no address that other clusters reach, "
+            "so islands must dial out to a relay; start `diloco relay` on a machine with a public "
+            "address, and set outer.transport=tls and island.relays=[HOST:PORT]"
         )

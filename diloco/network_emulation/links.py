@@ -213,8 +213,7 @@ def relay_warning(net: Net, links: Links, num_islands: int) -> str | None:
         return None
     return (
         "this kernel has no netem, so a process in user space delays the frames of --link; it "
-        "carries about "
-        f"{RELAY_RATE / 1e9:.0f} Gbit/s in all, less than the links together "
+        f"carries about {RELAY_RATE / 1e9:.0f} Gbit/s in all, less than the links together "
         f"({sum(rates) / 1e9:.3g} Gbit/s)"
     )
 

@@ -44,8 +44,7 @@ def parse_since(text: str, now: float) -> float:
     except ValueError:
         raise ConfigError(
             f"--since: got {text!r}; allowed: a time ago (30min, 8h, 2d), a time of day in UTC "
-            "(22:30), or a date "
-            "(2026-11-27T22:30)"
+            "(22:30), or a date (2026-11-27T22:30)"
         ) from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 

@@ -96,9 +96,8 @@ class IslandsCallback:
             self._islands.close("the model was changed after the run was entered")
             raise ConfigError(
                 "the model's parameters were changed after the run was entered, and the values of "
-                "the run are lost: "
-                "call fabric.load after fabric.setup, and before follow, until_over and .islands "
-                "of IslandsCallback"
+                "the run are lost: call fabric.load after fabric.setup, and before follow, "
+                "until_over and .islands of IslandsCallback"
             )
         _ = self.islands
 

@@ -88,10 +88,8 @@ class LoopEvents:
         if not self._has_averaged and self._participation.metrics is not None:
             problem = (
                 "nothing that this island has trained was averaged with the others: inner steps "
-                "that islands.step "
-                f"counted: {self._num_steps}, and a round has {inner_steps}; call "
-                "islands.step(tokens=...) after each "
-                "optimizer.step(), until islands.is_over"
+                f"that islands.step counted: {self._num_steps}, and a round has {inner_steps}; "
+                "call islands.step(tokens=...) after each optimizer.step(), until islands.is_over"
             )
             log.warning("%s", problem)
             text += f"; {problem}"

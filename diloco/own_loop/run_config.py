@@ -149,14 +149,12 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
         what = "data" if has_data else "outer.wait_for: quorum"
         raise ConfigError(
             f"{where}: {what} needs optimizer.tokens_per_step, from which the units of data and "
-            "the length of the run "
-            "follow; set it to the tokens of one step of an island"
+            "the length of the run follow; set it to the tokens of one step of an island"
         )
     if has_data and tokens is not None and not run.stages and tokens % run.data.seq_len:
         raise ConfigError(
             f"{where}: optimizer.tokens_per_step is {tokens}, which is not a multiple of "
-            "data.seq_len "
-            f"({run.data.seq_len}): a unit of data is whole sequences"
+            f"data.seq_len ({run.data.seq_len}): a unit of data is whole sequences"
         )
     check_index(parsed, parsed.island.index)
     check_network(run, parsed.for_island(parsed.island.index))
@@ -187,11 +185,8 @@ def check_sections(config: Config, where: str) -> None:
         more = f"; with `data` also {', '.join(with_data)}" if with_data else ""
         raise ConfigError(
             f"{where} sets {', '.join(useless)}, which `diloco train` follows and a loop of your "
-            "own does not: your "
-            "loop chooses model, optimizer, devices and checkpoints, and the learning rate of a "
-            "stage by "
-            "islands.stage. Take that out; allowed: name, seed, order_seed, outer, data and stages "
-            "(read by "
-            "diloco.data), optimizer.tokens_per_step, "
+            "own does not: your loop chooses model, optimizer, devices and checkpoints, and the "
+            "learning rate of a stage by islands.stage. Take that out; allowed: name, seed, "
+            "order_seed, outer, data and stages (read by diloco.data), optimizer.tokens_per_step, "
             f"and of an island {', '.join(sorted(allowed))}{more}"
         )

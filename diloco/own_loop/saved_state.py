@@ -93,11 +93,9 @@ def load_state(state: Mapping[str, Any] | str | Path | None, ranks: RankGroup) -
         if not path.exists():
             raise ConfigError(
                 f"{path} does not exist: the folder has no state of Islands for rank {ranks.rank}. "
-                "Give a folder of "
-                "Islands.save of an island with as many ranks. Without `state` (with a trainer: "
-                "load the checkpoint's "
-                "model and do not resume) the island takes the state of the others, or begins a "
-                "new run if it is alone"
+                "Give a folder of Islands.save of an island with as many ranks. Without `state` "
+                "(with a trainer: load the checkpoint's model and do not resume) the island takes "
+                "the state of the others, or begins a new run if it is alone"
             )
         state = read_state(path)
     saved = parse_state(state)
@@ -119,8 +117,7 @@ def check_same_save(saved: SavedState | None, ranks: RankGroup) -> None:
         if other != mine:
             raise ConfigError(
                 f"the saved states of ranks {rank} and {ranks.rank} of this island are not of one "
-                "save; give each rank "
-                "the state that it saved last together with the others"
+                "save; give each rank the state that it saved last together with the others"
             )
 
 

@@ -232,8 +232,7 @@ def merge_islands(islands: Sequence[IslandRecords]) -> list[IslandRecords]:
         if known.spans[:1] and known.spans[:1] == island.spans[:1]:
             raise InputError(
                 f"two of the folders hold the same records of {island.name!r}: one is a copy, and "
-                "its steps would "
-                "count twice; leave it out"
+                "its steps would count twice; leave it out"
             )
         for record in island.all:
             known.add(record)
@@ -311,8 +310,7 @@ def hold_folder(folder: Path) -> int:
         os.close(lock)
         raise FolderInUse(
             f"a running island uses the folder {str(folder)!r}; stop it first, or give this one "
-            "another island.name, "
-            "island.index or island.run_dir"
+            "another island.name, island.index or island.run_dir"
         )
     return lock
 

@@ -172,8 +172,7 @@ def _verdict(run: RunRecords, outcomes: Sequence[Outcome]) -> Iterator[str]:
     if any(outcome.apart for outcome in outcomes if outcome.fault.kind == "cut"):
         yield (
             "while the link was cut, both sides went on, and the rounds of one side were thrown "
-            "away afterwards; to "
-            "let only a majority go on, set outer.quorum"
+            "away afterwards; to let only a majority go on, set outer.quorum"
         )
     if bad := [_describe(outcome) for outcome in outcomes if not outcome.is_good]:
         yield f"NOT RECOVERED: {'; '.join(bad)}; the logs are in {run.run_dir}"

@@ -40,8 +40,7 @@ class BufferWatch:
             more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
             log.warning(
                 "buffers of the model change during training, and each island has its own: %s%s. "
-                "If they should be "
-                "the same, %s",
+                "If they should be the same, %s",
                 ", ".join(changed[:NAMED]),
                 more,
                 self._cure,

@@ -66,8 +66,7 @@ def mean_loss(sums: Sequence[tuple[float, int]], wanted: int) -> float:
     if not (targets := sum(number for _, number in sums)):
         raise InputError(
             f"evaluate.tokens={wanted}: this number of held-out tokens contains no target to "
-            "learn, such as the "
-            "words of an assistant; raise evaluate.tokens or data.seq_len"
+            "learn, such as the words of an assistant; raise evaluate.tokens or data.seq_len"
         )
     return sum(loss for loss, _ in sums) / targets
 

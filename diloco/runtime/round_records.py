@@ -18,8 +18,7 @@ WAIT_SECONDS = 15.0
 """Least time between two records of a wait for the same islands."""
 FATE = (
     "; that is no majority of the {} islands that began (outer.start_islands), so this round and "
-    "later ones are thrown "
-    "away if the other islands commit more tokens"
+    "later ones are thrown away if the other islands commit more tokens"
 )
 
 

@@ -326,10 +326,8 @@ def check_baseline(config: Config, ranks: int) -> None:
     if together % unit:
         raise ConfigError(
             f"--baseline: {together} tokens of a step do not divide over {ranks} ranks with "
-            "micro-batches of "
-            f"{micro_batch} x {config.data.seq_len} tokens; make optimizer.tokens_per_step x "
-            "islands a "
-            f"multiple of {unit}, or lower island.micro_batch"
+            f"micro-batches of {micro_batch} x {config.data.seq_len} tokens; make "
+            f"optimizer.tokens_per_step x islands a multiple of {unit}, or lower island.micro_batch"
         )
 
 

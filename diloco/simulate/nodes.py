@@ -30,8 +30,7 @@ def check_nodes(config: Config, num_nodes: int) -> None:
         if ranks % num_nodes:
             raise ConfigError(
                 f"--nodes {num_nodes}: island {index} has {ranks} ranks, which do not divide over "
-                "its nodes; set "
-                f"--ranks to a multiple of {num_nodes}"
+                f"its nodes; set --ranks to a multiple of {num_nodes}"
             )
 
 

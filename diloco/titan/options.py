@@ -32,16 +32,14 @@ def read_run(config: Any) -> OwnLoopConfig:
     if config.checkpoint.enable and filesystem.is_remote(folder):
         raise ConfigError(
             f"the checkpoints' folder {folder} is remote, and the state of the outer loop can only "
-            "be "
-            "written to a local or mounted folder; set --dump_folder or --checkpoint.folder"
+            "be written to a local or mounted folder; set --dump_folder or --checkpoint.folder"
         )
     if config.island_parts < 0:
         raise ConfigError(f"--island_parts: got {config.island_parts}; allowed: 0 and more")
     if read.has_data:
         raise ConfigError(
             f"{config.islands} has `data`, which torchtitan's loaders do not read; take it out, "
-            "and "
-            "set torchtitan's options --dataloader"
+            "and set torchtitan's options --dataloader"
         )
     return read
 
@@ -53,8 +51,7 @@ def find_part(config: Any, read: OwnLoopConfig) -> tuple[int, int]:
     if index >= num_parts and config.island_parts != 1:
         log.warning(
             "island %d reads the same part of the text as island %d, because there are %d parts; "
-            "set "
-            "--island_parts to the number of islands, on all of them",
+            "set --island_parts to the number of islands, on all of them",
             *(index, index % num_parts, num_parts),
         )
     return index % num_parts, num_parts

@@ -154,8 +154,7 @@ class IslandsCallback(Callback):
         if trainer.min_steps or trainer.min_epochs:
             raise ConfigError(
                 f"Trainer(min_steps={trainer.min_steps}, min_epochs={trainer.min_epochs}) would "
-                "train on after the "
-                "run is over; leave both out: the run decides when training ends"
+                "train on after the run is over; leave both out: the run decides when training ends"
             )
         cure = (
             "Call fit with a checkpoint that IslandsCallback has saved, or load the model's "

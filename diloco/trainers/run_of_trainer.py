@@ -27,11 +27,9 @@ def check_length(
         return
     raise ConfigError(
         f"{setting} is {num_steps}, and the run has {run.total_steps} steps "
-        f"(outer.rounds={run.outer.rounds} x "
-        f"outer.inner_steps={run.outer.inner_steps}): the island would leave before the run is "
-        f"over. Set {setting} to "
-        f"at least {run.total_steps}, or lower outer.rounds on all islands; the run's end stops "
-        "the trainer"
+        f"(outer.rounds={run.outer.rounds} x outer.inner_steps={run.outer.inner_steps}): the "
+        f"island would leave before the run is over. Set {setting} to at least {run.total_steps}, "
+        "or lower outer.rounds on all islands; the run's end stops the trainer"
     )
 
 

@@ -132,8 +132,7 @@ def parse_faults(texts: Sequence[str]) -> list[Fault]:
         if fault.kind not in KINDS or fault.phase is not None or fault.part is not None:
             raise ConfigError(
                 f"--fault {text}: --virtual has the kinds {', '.join(KINDS)}, without phase=, "
-                "process=, node=; leave "
-                "it out, or leave out --virtual"
+                "process=, node=; leave it out, or leave out --virtual"
             )
         if not all(isinstance(target, int) for target in fault.targets):
             raise ConfigError(

@@ -27,10 +27,8 @@ from outer.codecs.choice import build_codec_choice
 
 MODELLED = (
     "Modelled: the time of inner steps, the links, and the bytes of payloads, which are counted "
-    "and not moved. Real: "
-    "agreement, reduce schedule, transfers, leases, failure detection, and their processor time. "
-    "Not in it: coding, "
-    "membership records, packet loss, TCP's slow start."
+    "and not moved. Real: agreement, reduce schedule, transfers, leases, failure detection, and "
+    "their processor time. Not in it: coding, membership records, packet loss, TCP's slow start."
 )
 
 

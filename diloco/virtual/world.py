@@ -56,8 +56,7 @@ class World:
             if not self._due or self._due[0][0] > self._limit_seconds:
                 raise ConfigError(
                     f"--virtual: the run has not ended after {self.now:.0f} virtual seconds; use "
-                    "faster links or "
-                    "fewer faults"
+                    "faster links or fewer faults"
                 )
             when, _, action = heappop(self._due)
             self.now = max(self.now, when)

@@ -51,8 +51,7 @@ LOCAL_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 MAX_WISH_BYTES = 1 << 12
 MISSING = (
     "the page of `diloco watch` needs {}, which is not installed; pip install fastapi uvicorn (or "
-    "'diloco[web]'), or "
-    "give --text or --json"
+    "'diloco[web]'), or give --text or --json"
 )
 
 

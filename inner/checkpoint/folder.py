@@ -103,8 +103,7 @@ def lock_folder(folder: Path) -> TextIO:
         file.close()
         raise InputError(
             f"{folder}: another process saves checkpoints here ({holder}); give each run and "
-            "island a folder of its "
-            "own, or wait until that process has ended"
+            "island a folder of its own, or wait until that process has ended"
         )
     with _input_errors(folder):
         file.truncate(0)
@@ -129,8 +128,7 @@ def create_partial(folder: Path, inner_step: int, num_bytes: int, num_tensors: i
         if free < needed:
             raise InputError(
                 f"{folder}: the disk is full: a checkpoint needs about {needed} bytes, {free} are "
-                "free; free some, "
-                "keep fewer checkpoints, or use another folder"
+                "free; free some, keep fewer checkpoints, or use another folder"
             )
         path = folder / (free_name(folder, inner_step) + PARTIAL)
         path.mkdir()
@@ -146,8 +144,7 @@ def publish(partial: Path, manifest: Manifest, signer: Signer = UNSIGNED) -> Non
     if found != written:
         raise InputError(
             f"{partial}: ranks wrote {sorted(written)}, rank 0 sees {sorted(found)}; the folder "
-            "must be on a file "
-            "system that all of the island's ranks share"
+            "must be on a file system that all of the island's ranks share"
         )
     folder = partial.parent
     serial = 1 + max(

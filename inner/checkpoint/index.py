@@ -102,8 +102,7 @@ def read_index(checkpoint: SavedCheckpoint) -> Index:
     if spec.size_bytes > most_bytes:
         raise InputError(
             f"{path}: {spec.size_bytes} bytes, more than the tensors that it lists; at most "
-            f"{most_bytes} are read; "
-            "use another checkpoint"
+            f"{most_bytes} are read; use another checkpoint"
         )
     raw = read_part(path, spec.size_bytes)
     # Hash the file again: these bytes are parsed, and the file may have changed since it was

@@ -330,8 +330,7 @@ class Checkpoints:
         if problem := next(filter(None, problems), None):
             raise InputError(
                 f"{checkpoint.path}: {problem}; load it with the model and optimizer that it was "
-                "saved with, or start "
-                "another run in another folder"
+                "saved with, or start another run in another folder"
             )
 
     @property

@@ -142,8 +142,7 @@ class DataConfig(SourceConfig):
             if entry.only and (self.order == "shards" or entry.source == "shards"):
                 raise ValueError(
                     f"mixture: {entry.name!r} has `only`, but all islands can read shards from a "
-                    "store; leave "
-                    "`only` out, or set order to global and another source"
+                    "store; leave `only` out, or set order to global and another source"
                 )
         return self
 
@@ -155,8 +154,7 @@ class DataConfig(SourceConfig):
         if self.mixture and not here:
             raise ValueError(
                 f"data.mixture: island {island!r} has no source, because `only` of each names "
-                "other islands; "
-                "add it to one, or add a source that all islands read"
+                "other islands; add it to one, or add a source that all islands read"
             )
         return self.model_copy(update={"mixture": here})
 

@@ -54,8 +54,7 @@ class ExpertsConfig(Section):
         if self.dim % 8:
             raise ValueError(
                 f"dim ({self.dim}) must be a multiple of 8, because grouped matrix products need "
-                "rows of whole "
-                f"16 bytes; try {self.dim // 8 * 8 or 8} or {self.dim // 8 * 8 + 8}"
+                f"rows of whole 16 bytes; try {self.dim // 8 * 8 or 8} or {self.dim // 8 * 8 + 8}"
             )
         if self.number % self.groups:
             allowed = [n for n in range(1, self.number + 1) if self.number % n == 0]
@@ -69,16 +68,14 @@ class ExpertsConfig(Section):
         if self.groups > 1 and self.num_per_group < 2:
             raise ValueError(
                 f"groups ({self.groups}) of one expert each; a group is rated by its two best "
-                "experts, so set groups "
-                f"to 1, or to at most {self.number // 2}"
+                f"experts, so set groups to 1, or to at most {self.number // 2}"
             )
         eligible = self.kept_groups * self.num_per_group
         if self.per_token > eligible:
             raise ValueError(
                 f"per_token ({self.per_token}) is more than the {eligible} experts of the kept "
-                "groups (kept_groups "
-                f"{self.kept_groups} x {self.num_per_group} experts); lower per_token or raise "
-                "kept_groups"
+                f"groups (kept_groups {self.kept_groups} x {self.num_per_group} experts); lower "
+                "per_token or raise kept_groups"
             )
         return self
 

@@ -186,7 +186,6 @@ class ModelConfig(Section):
         if self.name is not None and given:
             raise ValueError(
                 f"{', '.join(given)}: for the built-in model only, and name is {self.name}; leave "
-                "it out or "
-                "put it into options"
+                "it out or put it into options"
             )
         return self

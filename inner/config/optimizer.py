@@ -173,10 +173,9 @@ class OptimizerConfig(Section):
         if self.state_dtype == "bfloat16" and not is_plain:
             raise ValueError(
                 f"state_dtype bfloat16 is for adamw alone, and name is {self.name}, "
-                "momentum_weight "
-                f"{self.momentum_weight:g}, averaging "
-                f"{'null' if self.averaging is None else 'set'}; set state_dtype "
-                "to float32, or name to adamw, momentum_weight to 1 and averaging to null"
+                f"momentum_weight {self.momentum_weight:g}, averaging "
+                f"{'null' if self.averaging is None else 'set'}; set state_dtype to float32, or "
+                "name to adamw, momentum_weight to 1 and averaging to null"
             )
         if self.momentum_weight < 1 and self.name != "adamw":
             raise ValueError(
@@ -187,7 +186,6 @@ class OptimizerConfig(Section):
         if chosen and self.name != "muon" and not is_own:
             raise ValueError(
                 f"group {chosen[0]!r} chooses an optimizer, but name is {self.name}, which steps "
-                "all parameters; "
-                "leave the group's optimizer out, or set name to muon"
+                "all parameters; leave the group's optimizer out, or set name to muon"
             )
         return self

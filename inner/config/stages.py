@@ -90,8 +90,7 @@ def check_stages(
         if stepped.tokens_per_step % staged.seq_len:
             raise ValueError(
                 f"{where}: a step of {stepped.tokens_per_step} tokens is not a whole number of "
-                "sequences of "
-                f"{staged.seq_len}; set tokens_per_step to a multiple of seq_len"
+                f"sequences of {staged.seq_len}; set tokens_per_step to a multiple of seq_len"
             )
     _check_lengths([stage.seq_len or data.seq_len for stage in stages], data)
 
@@ -107,8 +106,7 @@ def _check_lengths(lengths: Sequence[int], data: DataConfig) -> None:
     if longest and data.order == "shards" and data.shard_tokens % longest:
         raise ValueError(
             f"data.shard_tokens: got {data.shard_tokens}, which is not a multiple of {longest}, "
-            "the longest seq_len "
-            "of the stages; allowed: multiples of it, such as "
+            "the longest seq_len of the stages; allowed: multiples of it, such as "
             f"{nearest_multiples(data.shard_tokens, longest)}"
         )
     if {*lengths} - {data.seq_len} and any(source.format == "chat" for source in data.sources):

@@ -211,10 +211,9 @@ class IslandBatches:
             if blocks.number is not None and (number := blocks.number * self._per_block) < needed:
                 raise InputError(
                     f"the training text{_name_of(text)} has {number} sequences of {self._seq_len} "
-                    "tokens, but one step "
-                    f"reads {needed} ({self._num_islands} islands x {self._sequences_per_step}); "
-                    "give more text, "
-                    "raise data.max_tokens, or lower tokens_per_step or seq_len"
+                    f"tokens, but one step reads {needed} ({self._num_islands} islands x "
+                    f"{self._sequences_per_step}); give more text, raise data.max_tokens, or lower "
+                    "tokens_per_step or seq_len"
                 )
 
 
@@ -277,9 +276,8 @@ def _num_windows(text: Text, tokens: Tokens, seq_len: int, split: str) -> int:
     if num_windows < 1:
         raise InputError(
             f"the {split} text{_name_of(text)} has {len(tokens)} tokens, but one window needs "
-            f"{seq_len + 1} "
-            "(data.seq_len + 1); give more text, raise data.max_tokens or data.heldout_fraction, "
-            "or lower data.seq_len"
+            f"{seq_len + 1} (data.seq_len + 1); give more text, raise data.max_tokens or "
+            "data.heldout_fraction, or lower data.seq_len"
         )
     return num_windows
 

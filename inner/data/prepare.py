@@ -255,8 +255,7 @@ def describe_losses(counts: ShardCounts, seq_len: int) -> str:
     read = counts.train_documents + counts.heldout_documents + counts.unlearned
     return (
         f"of {read} conversations, {counts.unlearned} are left out, because their answers begin "
-        "after data.seq_len="
-        f"{seq_len} tokens, and {counts.cut} are cut there"
+        f"after data.seq_len={seq_len} tokens, and {counts.cut} are cut there"
     )
 
 

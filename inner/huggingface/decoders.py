@@ -184,8 +184,7 @@ def find_unsupported_decoder(config: dict[str, Any]) -> Iterator[str]:
     elif window is not None and _find_pattern(_sliding_layers(config, model_type)) is None:
         yield (
             f"layer_types is {config['layer_types']!r}; allowed: a window in all layers from one "
-            "on, but not in every "
-            "n-th layer"
+            "on, but not in every n-th layer"
         )
     if unknown := types - {FULL, *([] if window is None else [SLIDING])}:
         yield f"layer_types has {', '.join(map(repr, sorted(unknown)))}; allowed: 'full_attention'"

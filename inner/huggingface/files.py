@@ -31,8 +31,7 @@ def _find_weights(folder: Path) -> list[Path]:
         others = sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []
         raise InputError(
             f"{folder}: no {WEIGHTS} and no {INDEX}; found {', '.join(others[:8]) or 'nothing'}. "
-            "Only safetensors are "
-            "read: other formats are pickles, which can run code"
+            "Only safetensors are read: other formats are pickles, which can run code"
         )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

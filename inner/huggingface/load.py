@@ -138,9 +138,8 @@ def _leave_out_head(folder: Path, slices: dict[str, Any], layout: FileLayout) ->
     if head in slices and not _are_equal(slices[head], slices.get(embedding)):
         raise InputError(
             f"{folder}: {head} differs from {embedding}, but tie_word_embeddings in its "
-            "config.json says that "
-            "they are equal; set it to false if the model has a head of its own, or remove the "
-            "tensor"
+            "config.json says that they are equal; set it to false if the model has a head of its "
+            "own, or remove the tensor"
         )
     slices.pop(head, None)
 
@@ -154,9 +153,8 @@ def _leave_out_predictors(folder: Path, slices: dict[str, Any], layout: FileLayo
         del slices[name]
     log.warning(
         "%s: %d tensors of layers that predict further tokens (num_nextn_predict_layers) are left "
-        "out, because this "
-        "model does not have such layers; what they have learned is lost, and an export will not "
-        "have them",
+        "out, because this model does not have such layers; what they have learned is lost, and "
+        "an export will not have them",
         folder,
         len(names),
     )
@@ -171,8 +169,7 @@ def _leave_out_copies(folder: Path, slices: dict[str, Any], layout: FileLayout) 
         if copy in slices and not _are_equal(slices[copy], slices.get(table)):
             raise InputError(
                 f"{folder}: {copy} differs from {table}, but all depths have one embedding and one "
-                "head here; leave "
-                "model.predict out"
+                "head here; leave model.predict out"
             )
         slices.pop(copy, None)
 
@@ -184,10 +181,8 @@ def _check_experts(folder: Path, slices: dict[str, Any], specs: Sequence[ParamSp
     if fused := [name for name in slices if FUSED.search(name)]:
         raise InputError(
             f"{folder}: {_list_some(fused)}: holds a matrix of all experts of a layer, and only "
-            "files with a tensor "
-            "per expert are read; load the model with transformers 5 and save it with "
-            "save_pretrained, which writes "
-            "such files"
+            "files with a tensor per expert are read; load the model with transformers 5 and save "
+            "it with save_pretrained, which writes such files"
         )
     has_experts = any(OF_EXPERTS in name for name in slices)
     wants_experts = any(find_expert(spec.name) is not None for spec in specs)
@@ -200,8 +195,7 @@ def _check_experts(folder: Path, slices: dict[str, Any], specs: Sequence[ParamSp
     if wants_experts and not has_experts:
         raise InputError(
             f"{folder}: its tensors are those of a dense model, but the model in its config.json "
-            "is a mixture of "
-            "experts; use the config.json that belongs to these weights"
+            "is a mixture of experts; use the config.json that belongs to these weights"
         )
 
 

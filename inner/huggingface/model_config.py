@@ -97,8 +97,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read: {error.strerror}; give a folder with config.json and "
-            "*.safetensors, as "
-            "written by `diloco export` or found in a model on the hub"
+            "*.safetensors, as written by `diloco export` or found in a model on the hub"
         ) from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: got a JSON {type(values).__name__}, need an object")
@@ -195,8 +194,7 @@ def fill_sizes_from_folder(given: ModelConfig, folder: Path) -> ModelConfig:
     if given.preset is not None:
         raise InputError(
             f"model.preset is {given.preset!r}, but the sizes come from model.init_from "
-            f"({folder / CONFIG}); "
-            "leave model.preset out (or set it to null)"
+            f"({folder / CONFIG}); leave model.preset out (or set it to null)"
         )
     if given.experts is not None and stored.experts is None:
         raise InputError(
@@ -211,8 +209,7 @@ def fill_sizes_from_folder(given: ModelConfig, folder: Path) -> ModelConfig:
         if mine is not None and mine != theirs:
             raise InputError(
                 f"model.{key} is {mine!r}, but the model in model.init_from has {theirs!r} "
-                f"({folder / CONFIG}); "
-                f"leave model.{key} out (or set it to null)"
+                f"({folder / CONFIG}); leave model.{key} out (or set it to null)"
             )
     return given.model_copy(update={key: getattr(stored, key) for key in stored.model_fields_set})
 
@@ -224,6 +221,5 @@ def _check_depths(given: ModelConfig, folder: Path) -> None:
         cure = f"set it to {stored} or less" if stored else "leave model.predict out"
         raise InputError(
             f"model.predict.depths is {given.predict.depths}, but the model in model.init_from has "
-            f"{stored} layers "
-            f"that predict further tokens ({folder / CONFIG}); {cure}"
+            f"{stored} layers that predict further tokens ({folder / CONFIG}); {cure}"
         )

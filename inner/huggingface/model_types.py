@@ -71,8 +71,7 @@ def find_export_obstacles(sizes: ModelSizes, bias_speed: float) -> list[str]:
     if sizes.experts is not None and bias_speed and not has_biases(model_type):
         obstacles.append(
             f"optimizer.balance.bias_speed is {bias_speed:g}, and routers of {model_type} have no "
-            "biases; 0 keeps "
-            "them away"
+            "biases; 0 keeps them away"
         )
     return obstacles
 

@@ -111,8 +111,7 @@ def check_target(out: Path, *, overwrite: bool) -> None:
     if others:
         raise InputError(
             f"{out} holds files that are not part of an export ({', '.join(others[:8])}), and will "
-            "not be overwritten; "
-            "choose another folder"
+            "not be overwritten; choose another folder"
         )
 
 
@@ -129,9 +128,8 @@ def _with_biases(tensors: Mapping[str, Tensor], layout: FileLayout) -> dict[str,
         largest = max(float(bias.abs().max()) for bias in biases.values())
         raise InputError(
             f"this model cannot be exported: biases chose its experts (up to {largest:.3g}), and "
-            f"{layout.model_type} "
-            "has none; train with optimizer.balance.bias_speed=0 to get a model that can be "
-            "exported"
+            f"{layout.model_type} has none; train with optimizer.balance.bias_speed=0 to get a "
+            "model that can be exported"
         )
     return params
 

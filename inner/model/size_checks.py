@@ -41,8 +41,7 @@ def _check_heads(sizes: "ModelSizes") -> None:
     if sizes.qk_norm and sizes.qkv_bias:
         raise InputError(
             "model.qk_norm and model.qkv_bias are both set, but no model type of transformers has "
-            "both, so the "
-            "weights could not be exported; set one to false"
+            "both, so the weights could not be exported; set one to false"
         )
     if sizes.qkv_bias and sizes.experts is not None:
         raise InputError(
@@ -61,8 +60,7 @@ def _check_experts(sizes: "ModelSizes") -> None:
     if sizes.dim % 8:
         raise InputError(
             f"model.dim ({sizes.dim}) must be a multiple of 8 with model.experts, because grouped "
-            "matrix products "
-            f"need rows of whole 16 bytes; try {nearest_multiples(sizes.dim, 8)}"
+            f"matrix products need rows of whole 16 bytes; try {nearest_multiples(sizes.dim, 8)}"
         )
     if sizes.experts.dense_layers >= sizes.num_layers:
         raise InputError(

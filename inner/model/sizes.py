@@ -259,8 +259,7 @@ def _check_vocab_size(config: ModelConfig, vocab_size: int) -> None:
     if config.vocab_size is not None and config.vocab_size < vocab_size:
         raise InputError(
             f"model.vocab_size ({config.vocab_size}) is smaller than the tokenizer's "
-            f"({vocab_size}); "
-            f"set it to at least {vocab_size} or leave it out"
+            f"({vocab_size}); set it to at least {vocab_size} or leave it out"
         )
 
 

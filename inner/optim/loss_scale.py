@@ -63,10 +63,9 @@ class LossScale:
         if self.exponent == 0:
             raise TrainingStopped(
                 f"the gradients of {self.num_overflows} steps in a row were too large for float16, "
-                "the last ones with "
-                "a loss scale of 1, which is the smallest; lower optimizer.lr, lengthen "
-                "optimizer.warmup_steps, or set "
-                "island.compute_dtype to bfloat16 or float32"
+                "the last ones with a loss scale of 1, which is the smallest; lower optimizer.lr, "
+                "lengthen optimizer.warmup_steps, or set island.compute_dtype to bfloat16 or "
+                "float32"
             )
         self.exponent -= 1
 

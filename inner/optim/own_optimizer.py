@@ -56,8 +56,7 @@ def build_own_optimizer(groups: list[Group], config: OptimizerConfig) -> Optimiz
         given = ", ".join(["groups", "lr", *config.options])
         raise InputError(
             f"{KEY}: {config.name} is {call_text(found)}, and called with {given} it raised "
-            f"{summarise(error)}; "
-            "see optimizer.options"
+            f"{summarise(error)}; see optimizer.options"
         ) from error
 
 
@@ -73,8 +72,7 @@ def check_own_optimizer(config: OptimizerConfig, degrees: Degrees) -> None:
     if not all(map(torch.equal, unmoved, _tensors(0))):
         raise InputError(
             f"{KEY}: {config.name} moves parameters when group['lr'] is 0; read group['lr'] in "
-            "each step, "
-            "because it follows optimizer.schedule"
+            "each step, because it follows optimizer.schedule"
         )
     shards = degrees.fsdp * degrees.tp
     if (
@@ -84,10 +82,9 @@ def check_own_optimizer(config: OptimizerConfig, degrees: Degrees) -> None:
     ):
         raise InputError(
             f"{KEY}: {config.name} steps the shards of a matrix differently from the whole, and "
-            f"this mesh ({degrees}) "
-            "shards; make it compute on DTensors as if they were whole and set handles_shards = "
-            "True in the class "
-            "(see inner/optim/muon/muon.py), or use meshes of dp_replicate and pp alone"
+            f"this mesh ({degrees}) shards; make it compute on DTensors as if they were whole and "
+            "set handles_shards = True in the class (see inner/optim/muon/muon.py), or use meshes "
+            "of dp_replicate and pp alone"
         )
 
 
@@ -151,8 +148,7 @@ def _train(
     if changed:
         raise InputError(
             f"{KEY}: {config.name} changes {sorted(changed)} of its groups in step(), but groups "
-            "are not saved; keep "
-            "values that a resumed run needs in state[param], as tensors"
+            "are not saved; keep values that a resumed run needs in state[param], as tensors"
         )
     return optimizer, [param.detach() for param in params]
 
@@ -179,9 +175,8 @@ def _check_state(optimizer: Optimizer, name: str) -> None:
                 )
                 raise InputError(
                     f"{KEY}: {name} keeps state[param][{key!r}] as {got} for a parameter of "
-                    f"{tuple(param.shape)}; "
-                    "allowed: tensors of the parameter's shape, or of no dimension as "
-                    "torch.zeros(())"
+                    f"{tuple(param.shape)}; allowed: tensors of the parameter's shape, or of no "
+                    "dimension as torch.zeros(())"
                 )
 
 

@@ -58,10 +58,9 @@ def _tell_of_limit(record: logging.LogRecord) -> bool:
     if "recompile_limit" in record.getMessage():
         log.warning(
             "island.parallel.compile: torch.compile has reached its limit of graphs for a "
-            "function; for inputs of new "
-            "shapes, the function runs uncompiled from now on, slower but with the same numbers. "
-            "Keep data.seq_len "
-            "and island.micro_batch fixed, or set compile to false. torch's message: %s",
+            "function; for inputs of new shapes, the function runs uncompiled from now on, slower "
+            "but with the same numbers. Keep data.seq_len and island.micro_batch fixed, or set "
+            "compile to false. torch's message: %s",
             record.getMessage().replace("\n", " "),
         )
     return True
@@ -86,8 +85,7 @@ def _check_compiler(device_type: str) -> None:
     elif not _has_triton():
         raise InputError(
             "parallel.compile: needs triton on a GPU (compute capability 7.0 or later); pip "
-            "install triton, "
-            "or set parallel.compile to false"
+            "install triton, or set parallel.compile to false"
         )
 
 

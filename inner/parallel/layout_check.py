@@ -56,8 +56,7 @@ def check_torch(parallel: ParallelConfig, degrees: Degrees, installed: str | Non
     if number is not None and (int(number[1]), int(number[2])) < SPLITS_SINCE:
         raise InputError(
             f"island.parallel.schedule: {parallel.schedule} splits the backward, which needs torch "
-            "2.13 or later, "
-            f"but this is {installed}; install torch 2.13, or set schedule to 1f1b, "
+            f"2.13 or later, but this is {installed}; install torch 2.13, or set schedule to 1f1b, "
             "interleaved_1f1b or breadth_first"
         )
 
@@ -78,9 +77,8 @@ def check_whole_weights(
     if has_sparse_experts(degrees, model):
         raise InputError(
             f"island.parallel.zero: 0 keeps weights whole, but with island.mesh.ep ({degrees.ep}) "
-            "and tp "
-            f"({degrees.tp}) FSDP shards the experts; set ep and tp to 1, or zero to 2 or 3, or "
-            "leave it out"
+            f"and tp ({degrees.tp}) FSDP shards the experts; set ep and tp to 1, or zero to 2 or "
+            "3, or leave it out"
         )
 
 
@@ -90,10 +88,8 @@ def _check_zero(parallel: ParallelConfig, degrees: Degrees) -> None:
         # of it.
         raise InputError(
             f"island.parallel.zero: 3 frees weights that schedule {parallel.schedule}, which "
-            "splits the backward, "
-            "still needs, and gradients would be lost; set zero to 2 or leave it out, or schedule "
-            "to "
-            "1f1b, interleaved_1f1b or breadth_first"
+            "splits the backward, still needs, and gradients would be lost; set zero to 2 or leave "
+            "it out, or schedule to 1f1b, interleaved_1f1b or breadth_first"
         )
 
 
@@ -112,21 +108,18 @@ def find_compile_obstacle(parallel: ParallelConfig, degrees: Degrees) -> str | N
     if degrees.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
         return (
             f"schedule {parallel.schedule} splits the backward into inputs and weights, which a "
-            "compiled "
-            "block cannot do; set compile to false, or schedule to 1f1b, interleaved_1f1b or "
-            "breadth_first"
+            "compiled block cannot do; set compile to false, or schedule to 1f1b, interleaved_1f1b "
+            "or breadth_first"
         )
     if degrees.tp > 1 and recompute in ("attention", "full"):
         return (
             f"with island.mesh.tp {degrees.tp}, blocks that recompute {recompute} cannot be "
-            "compiled; "
-            "set recompute to selective or none, or compile to false"
+            "compiled; set recompute to selective or none, or compile to false"
         )
     if degrees.cp > 1 and recompute != "none":
         return (
             f"with island.mesh.cp {degrees.cp}, blocks that recompute {recompute} would run "
-            "uncompiled; "
-            "set recompute to none, or compile to false"
+            "uncompiled; set recompute to none, or compile to false"
         )
     return None
 
@@ -143,8 +136,7 @@ def _check_experts(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig
     if parallel.compile is True:
         raise InputError(
             "island.parallel.compile: blocks with model.experts cannot be compiled, because the "
-            "number of rows per "
-            "expert differs in each step; set compile to false or auto"
+            "number of rows per expert differs in each step; set compile to false or auto"
         )
     if degrees.cp * degrees.tp > 1 and sizes.experts.capacity is not None:
         raise InputError(
@@ -171,8 +163,7 @@ def _check_positions(
         return
     raise InputError(
         f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len "
-        f"{seq_len} / cp "
-        f"{degrees.cp} = {positions}, {why}; set data.seq_len to a multiple of "
+        f"{seq_len} / cp {degrees.cp} = {positions}, {why}; set data.seq_len to a multiple of "
         f"{degrees.cp * degrees.tp}{other_cure}"
     )
 
@@ -195,16 +186,13 @@ def _check_decoder(
     if learned is not None and seq_len > learned:
         raise InputError(
             f"data.seq_len ({seq_len}) is more than model.decoder.max_positions ({learned}), the "
-            "number of learned "
-            "positions; lower seq_len, or raise max_positions"
+            "number of learned positions; lower seq_len, or raise max_positions"
         )
     if sizes.decoder.positions == "alibi" and degrees.cp > 1 and parallel.context == "ulysses":
         raise InputError(
             f"island.parallel.context ulysses: with island.mesh.cp ({degrees.cp}) a rank computes "
-            "heads of "
-            "other ranks, and model.decoder.positions alibi has a factor for each head; set "
-            "context to ring "
-            "or all_gather"
+            "heads of other ranks, and model.decoder.positions alibi has a factor for each head; "
+            "set context to ring or all_gather"
         )
 
 
@@ -213,8 +201,7 @@ def _check_ep(sizes: ModelSizes, experts: ExpertsConfig, degrees: Degrees) -> No
     if experts.number % degrees.ep:
         raise InputError(
             f"island.mesh.ep ({degrees.ep}) must divide model.experts.number ({experts.number}); "
-            "set ep to "
-            f"{_divisors(experts.number, degrees.ep)}, or number to "
+            f"set ep to {_divisors(experts.number, degrees.ep)}, or number to "
             f"{nearest_multiples(experts.number, degrees.ep)}"
         )
     held = experts.number // degrees.ep
@@ -225,10 +212,9 @@ def _check_ep(sizes: ModelSizes, experts: ExpertsConfig, degrees: Degrees) -> No
     ):
         raise InputError(
             f"island.mesh: {degrees.edp} ranks share the {held} experts of each rank of ep "
-            f"{degrees.ep}, and cut the "
-            f"rows of their matrices, so model.experts.dim ({experts.dim}) and model.dim "
-            f"({sizes.dim}) must be "
-            f"multiples of {degrees.edp}; raise ep, or change these sizes"
+            f"{degrees.ep}, and cut the rows of their matrices, so model.experts.dim "
+            f"({experts.dim}) and model.dim ({sizes.dim}) must be multiples of {degrees.edp}; "
+            "raise ep, or change these sizes"
         )
 
 
@@ -248,14 +234,12 @@ def _check_tensor(sizes: ModelSizes, tp: int) -> None:
         ]
         raise InputError(
             f"island.mesh.tp ({tp}) must divide model.num_kv_heads ({sizes.num_kv_heads}) or be a "
-            "multiple of it; "
-            f"set island.mesh.tp to {' or '.join(map(str, fitting))}"
+            f"multiple of it; set island.mesh.tp to {' or '.join(map(str, fitting))}"
         )
     if tp > 1 and sizes.qk_norm == "whole":
         raise InputError(
             f"island.mesh.tp ({tp}): model.qk_norm whole norms all heads together, and the ranks "
-            "of tp would have to "
-            "add up squares in each layer; set tp to 1, or qk_norm to true"
+            "of tp would have to add up squares in each layer; set tp to 1, or qk_norm to true"
         )
     if sizes.vocab_size < tp:
         raise InputError(
@@ -273,8 +257,7 @@ def check_context(
     if seq_len % unit:
         raise InputError(
             f"data.seq_len ({seq_len}) must be a multiple of {words} = {unit} (island.mesh.cp "
-            f"{cp}, "
-            f"island.parallel.context {method}); try data.seq_len "
+            f"{cp}, island.parallel.context {method}); try data.seq_len "
             f"{nearest_multiples(seq_len, unit)}"
         )
     # If there are fewer key-value heads than ranks of tp, each rank of tp has one key-value head.
@@ -284,10 +267,9 @@ def check_context(
         most = gcd(heads, kv_heads)
         raise InputError(
             f"island.parallel.context ulysses spreads heads over island.mesh.cp ({cp}), but each "
-            f"rank of tp {tp} has "
-            f"{heads} of model.num_heads ({num_heads}) and {kv_heads} of model.num_kv_heads "
-            f"({num_kv_heads}); "
-            f"set context to ring or all_gather, or cp to {_divisors(most, most)}"
+            f"rank of tp {tp} has {heads} of model.num_heads ({num_heads}) and {kv_heads} of "
+            f"model.num_kv_heads ({num_kv_heads}); set context to ring or all_gather, or cp to "
+            f"{_divisors(most, most)}"
         )
 
 

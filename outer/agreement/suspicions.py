@@ -306,10 +306,9 @@ def explain_accusations(round_number: int, reasons: Mapping[str, str]) -> str:
     said = "; ".join(f"{name}: {why}" for name, why in sorted(reasons.items()))
     return (
         f"round {round_number}: no island is left that could take part, and {MAX_AMNESTIES} "
-        "further attempts with all "
-        f"of them failed as well ({said}). If their losses have blown up, resume from an earlier "
-        "checkpoint "
-        "with a lower learning rate or stronger gradient clipping"
+        f"further attempts with all of them failed as well ({said}). If their losses have blown "
+        "up, resume from an earlier checkpoint with a lower learning rate or stronger gradient "
+        "clipping"
     )
 
 
@@ -320,9 +319,8 @@ def explain_tie(round_number: int, ties: Sequence[Mapping[str, str]]) -> str:
     said = ", ".join(f"{name} {digest}" for name, digest in sorted(ties[-1].items()))
     return (
         f"round {round_number}: in {len(ties)} attempts the islands found different means from the "
-        "same payloads, and "
-        f"no majority found the same (digests: {said}). Some compute wrongly, and it cannot be "
-        f"told which. {COMPARE}"
+        f"same payloads, and no majority found the same (digests: {said}). Some compute wrongly, "
+        f"and it cannot be told which. {COMPARE}"
     )
 
 
@@ -330,6 +328,5 @@ def explain_dissent(count: int) -> str:
     """Return the error text for the end of an island whose digest differs from most others'."""
     return (
         f"the means that this island computed differed from those of most other islands, {count} "
-        "times in a row "
-        f"(the log has the digests). {COMPARE}"
+        f"times in a row (the log has the digests). {COMPARE}"
     )

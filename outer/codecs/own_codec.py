@@ -69,8 +69,7 @@ class OwnCodec:
         if (payload.dtype, tuple(payload.shape)) != expected:
             raise InputError(
                 f"{self.name}: encode gave {payload.dtype} of shape {tuple(payload.shape)} for "
-                f"{values.numel()} "
-                f"values; num_bytes says {expected[0]} of shape {expected[1]}"
+                f"{values.numel()} values; num_bytes says {expected[0]} of shape {expected[1]}"
             )
         return payload
 

@@ -68,8 +68,7 @@ class OuterOptimizerConfig(Section):
         if self.delayed and (self.momentum == 0 or not self.nesterov):
             raise ValueError(
                 "delayed sets when Nesterov momentum moves the params: set momentum above 0 and "
-                "nesterov to true, or "
-                f"delayed to false (momentum is {self.momentum}, nesterov "
+                f"nesterov to true, or delayed to false (momentum is {self.momentum}, nesterov "
                 f"{str(self.nesterov).lower()})"
             )
         if self.align is not None and self.momentum == 0:

@@ -129,22 +129,19 @@ class OuterConfig(Section):
         if self.fragments > self.inner_steps:
             raise ValueError(
                 f"fragments is {self.fragments}, inner_steps {self.inner_steps}: each fragment is "
-                "sent at a step of "
-                "its own; lower fragments or raise inner_steps"
+                "sent at a step of its own; lower fragments or raise inner_steps"
             )
         between = self.inner_steps // self.fragments
         if self.delay > between:
             raise ValueError(
                 f"delay is {self.delay}, but there are only {between} inner steps (inner_steps / "
-                "fragments) from one "
-                "round to the next, and only one round is in flight at a time; set delay to "
-                f"{between} or less"
+                "fragments) from one round to the next, and only one round is in flight at a time; "
+                f"set delay to {between} or less"
             )
         if self.eager and (self.delay == 0 or self.mix > 0):
             raise ValueError(
                 "eager requires rounds that run during training and are not mixed: set delay to 1 "
-                "or more and mix "
-                f"to 0 (delay is {self.delay}, mix {self.mix})"
+                f"or more and mix to 0 (delay is {self.delay}, mix {self.mix})"
             )
         if self.eager and self.optimizer.delayed:
             raise ValueError(
@@ -154,9 +151,8 @@ class OuterConfig(Section):
         if self.wait_for == "quorum" and (self.delay > 0 or self.mix > 0):
             raise ValueError(
                 "wait_for is 'quorum': observers keep training during a round, and contributors "
-                "wait for its result; "
-                f"set delay and mix to 0, or wait_for to all (delay is {self.delay}, mix "
-                f"{self.mix})"
+                "wait for its result; set delay and mix to 0, or wait_for to all (delay is "
+                f"{self.delay}, mix {self.mix})"
             )
         self._check_own_code()
         self._check_gossip()
@@ -185,14 +181,12 @@ class OuterConfig(Section):
         if self.wait_for == "quorum":
             raise ValueError(
                 "moments are averaged by rounds of all islands, because an observer's own steps "
-                "cannot be re-based on "
-                "averaged moments; set wait_for to all or moments to null"
+                "cannot be re-based on averaged moments; set wait_for to all or moments to null"
             )
         if self.optimizer.delayed:
             raise ValueError(
                 "moments are averaged in one step, but optimizer.delayed applies what it receives "
-                "in shares; set "
-                "optimizer.delayed to false or moments to null"
+                "in shares; set optimizer.delayed to false or moments to null"
             )
         if self.merge.rule not in BETWEEN_RULES:
             raise ValueError(
@@ -208,16 +202,14 @@ class OuterConfig(Section):
         if found and self.gossip is not None:
             raise ValueError(
                 "gossip has no rounds of all islands, and has its own momentum and lr: leave out "
-                f"{', '.join(found)}, "
-                "or set gossip to null"
+                f"{', '.join(found)}, or set gossip to null"
             )
 
     def _check_timed(self) -> None:
         if (self.local_steps == "timed") != (self.round_seconds is not None):
             raise ValueError(
                 "local_steps 'timed' and round_seconds go together: set both or neither "
-                "(local_steps is "
-                f"{self.local_steps!r}, round_seconds {self.round_seconds})"
+                f"(local_steps is {self.local_steps!r}, round_seconds {self.round_seconds})"
             )
         if self.local_steps == "timed" and self.wait_for == "quorum":
             raise ValueError(
@@ -236,10 +228,8 @@ class OuterConfig(Section):
         if self.audit > 0 and remembering:
             raise ValueError(
                 f"audit is {self.audit:g}, and a mean that is audited must follow from the round's "
-                "payloads alone; "
-                f"{remembering[0]} makes it depend on what its reducer remembers of earlier "
-                "rounds; leave that out, or "
-                "set audit to 0"
+                f"payloads alone; {remembering[0]} makes it depend on what its reducer remembers "
+                "of earlier rounds; leave that out, or set audit to 0"
             )
 
     def _check_experts(self) -> None:
@@ -247,22 +237,19 @@ class OuterConfig(Section):
         if self.rounds % every:
             raise ValueError(
                 f"experts.every is {every}, which does not divide rounds ({self.rounds}): the "
-                "experts' last steps "
-                "would never be averaged; set rounds to a multiple of it, such as "
-                f"{-(-self.rounds // every) * every}"
+                "experts' last steps would never be averaged; set rounds to a multiple of it, such "
+                f"as {-(-self.rounds // every) * every}"
             )
         if self.experts.group > 1 and self.merge.experts != "routed":
             raise ValueError(
                 f"experts.group is {self.experts.group}, which is for weights by routed tokens; "
-                "set merge.experts to "
-                "routed, or leave experts.group out"
+                "set merge.experts to routed, or leave experts.group out"
             )
         if every > 1 and self.wait_for == "quorum":
             raise ValueError(
                 f"experts.every is {every}, but with wait_for 'quorum' the number of rounds is not "
-                "known beforehand, "
-                "and the last one might leave the experts out; set experts.every to 1, or wait_for "
-                "to all"
+                "known beforehand, and the last one might leave the experts out; set experts.every "
+                "to 1, or wait_for to all"
             )
         if every > 1 and self.merge.needs_last_mean:
             raise ValueError(
@@ -274,8 +261,7 @@ class OuterConfig(Section):
         if self.moments is not None and (every > 1 or self.merge.experts == "routed"):
             raise ValueError(
                 "moments are averaged with the weights and in the rounds of all other params; set "
-                "merge.experts to "
-                "tokens and experts.every to 1, or moments to null"
+                "merge.experts to tokens and experts.every to 1, or moments to null"
             )
 
     @property
@@ -293,10 +279,8 @@ class OuterConfig(Section):
             return ""
         return (
             f"merge.{remembering[0]}: with codec {self.codec} every island computes the means "
-            "itself, and one that "
-            "joined later remembers other rounds than the others; leave it out (max_norm_ratio "
-            "remembers nothing), "
-            "or use another codec"
+            "itself, and one that joined later remembers other rounds than the others; leave it "
+            "out (max_norm_ratio remembers nothing), or use another codec"
         )
 
     @property

@@ -59,8 +59,7 @@ async def _meet_in_dht(
     if settings.proxy is not None:
         raise InputError(
             "island.bootstrap: got addresses of a DHT, to which island.proxy does not lead; let "
-            "the islands of this "
-            "run meet at a rendezvous: `diloco bootstrap --rendezvous tcp`"
+            "the islands of this run meet at a rendezvous: `diloco bootstrap --rendezvous tcp`"
         )
     host = settings.listen_host if is_reachable else None
     place = NodePlace(host, settings.dht_port, settings.announce_host, settings.identity_path)

@@ -69,8 +69,7 @@ def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
     if problem := names.claim(settings.island, key.public):
         raise InputError(
             f"island.name: {problem}according to {settings.names_path or 'the run'}; restore the "
-            "island's old key, or "
-            "choose another name"
+            "island's old key, or choose another name"
         )
     access = Access(frozenset(settings.allow), settings.ban_files)
     return PeerAuth(settings.run_key, Rejections(), key, names, access=access), names
@@ -178,8 +177,7 @@ async def _open_messenger(
 def _cannot_listen(host: str, port: int, error: OSError) -> InputError:
     return InputError(
         f"island.listen_host, island.listen_port: cannot listen on {host}:{port}: "
-        f"{error.strerror}; "
-        "choose an address of this machine and a free port (0: any)"
+        f"{error.strerror}; choose an address of this machine and a free port (0: any)"
     )
 
 

@@ -160,6 +160,5 @@ def _load(path: Path) -> dict[str, _Owner]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{path}: it does not hold the names and keys of the run's islands ({error}); remove "
-            "it, and the names are "
-            "learned anew"
+            "it, and the names are learned anew"
         ) from None

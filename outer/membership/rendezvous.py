@@ -280,9 +280,8 @@ class RecordServer:
         if length > MAX_RECORD_BYTES or len(others) >= MAX_RECORDS or num_bytes > MAX_RUN_BYTES:
             raise MessageError(
                 f"a record of {length} bytes, {num_bytes} with the {len(others)} others of the "
-                "run; a rendezvous "
-                f"takes {MAX_RECORD_BYTES} bytes per record and {MAX_RUN_BYTES} per run, of "
-                f"{MAX_RECORDS} islands"
+                f"run; a rendezvous takes {MAX_RECORD_BYTES} bytes per record and {MAX_RUN_BYTES} "
+                f"per run, of {MAX_RECORDS} islands"
             )
 
     def _find_run(self, name: str) -> _RunRecords:

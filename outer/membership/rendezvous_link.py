@@ -97,9 +97,8 @@ def check_rendezvous_addresses(transport: str, addresses: Sequence[str]) -> None
             or_dht = ", or addresses of a DHT, as `diloco bootstrap` prints them"
         raise InputError(
             f"island.bootstrap: got no address; outer.transport {transport} needs tcp://HOST:PORT, "
-            "as "
-            f"`diloco bootstrap --rendezvous tcp` prints it{or_dht}"
-            ". With several addresses the run survives the loss of a rendezvous"
+            f"as `diloco bootstrap --rendezvous tcp` prints it{or_dht}. With several addresses the "
+            "run survives the loss of a rendezvous"
         )
     for address in addresses:
         parse_rendezvous_address(address)
@@ -116,8 +115,7 @@ def parse_rendezvous_address(address: str) -> tuple[str, int]:
     ):
         raise InputError(
             f"island.bootstrap: got {address!r}; with outer.transport gloo or tls it is "
-            "tcp://HOST:PORT, "
-            "as `diloco bootstrap --rendezvous tcp` prints it; with tls all may be those of a DHT "
-            "instead"
+            "tcp://HOST:PORT, as `diloco bootstrap --rendezvous tcp` prints it; with tls all may "
+            "be those of a DHT instead"
         )
     return host.strip("[]"), int(port)

@@ -34,10 +34,9 @@ class TextComparison:
             self._told.add(name)
             log.warning(
                 "the text of %s differs from this island's: %s there, %s here. Units of data are "
-                "numbers, so islands "
-                "may then read a sequence twice and another never, and their held-out losses do "
-                "not compare: give all "
-                "the same files (data.paths, island.data_paths, mixture_paths) and tokenizer",
+                "numbers, so islands may then read a sequence twice and another never, and their "
+                "held-out losses do not compare: give all the same files (data.paths, "
+                "island.data_paths, mixture_paths) and tokenizer",
                 name,
                 theirs,
                 own,

@@ -40,8 +40,7 @@ def check_merge(rule: Rule, name: str = "the rule") -> Merge:
         ):
             raise InputError(
                 f"{KEY}: {name} gave {merged.dtype} of shape {tuple(merged.shape)}; finite fp32 "
-                "values of shape "
-                f"{tuple(kept[0].shape)} expected"
+                f"values of shape {tuple(kept[0].shape)} expected"
             )
         return merged
 

@@ -141,8 +141,7 @@ class Payloads:
             raise PoisonError(
                 name,
                 f"a payload of {self._describe(part)} with a norm of {lengths[name]:.3g}; by this "
-                "island's pseudo-"
-                f"gradients, now and of late, {bound.limit(kind):.3g} is the most "
+                f"island's pseudo-gradients, now and of late, {bound.limit(kind):.3g} is the most "
                 "(outer.merge.refuse_norm_ratio)",
             )
 

@@ -185,8 +185,7 @@ def read_earlier(
     if facts.fingerprint != replica.space.fingerprint:
         raise InputError(
             "the checkpoint's parts have other boundaries: it is of a run with another model, "
-            "outer.codec, "
-            "outer.part_elements or outer.fragments"
+            "outer.codec, outer.part_elements or outer.fragments"
         )
     _check_finite(tensors)
     number = facts.position.round

@@ -95,8 +95,7 @@ def parse_proxy(text: str | None) -> Proxy | None:
     if parts.scheme not in ("http", "socks5") or not host or not port or parts.path.strip("/"):
         raise InputError(
             f"island.proxy: got {_hidden(text)!r}; allowed: http://[USER:PASSWORD@]HOST:PORT "
-            "(CONNECT) or "
-            "socks5://[USER:PASSWORD@]HOST:PORT"
+            "(CONNECT) or socks5://[USER:PASSWORD@]HOST:PORT"
         )
     user = unquote(parts.username or "")
     password = unquote(parts.password or "")

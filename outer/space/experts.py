@@ -75,10 +75,9 @@ def check_number(num_groups: int, config: OuterConfig) -> None:
         size = config.experts.group
         raise InputError(
             f"outer.experts.group: got {size}, with which a fragment has {num_groups} groups of "
-            "experts, and the ready "
-            f"messages of {config.start_islands} islands can count {most} groups each; set "
-            "outer.experts.group to "
-            f"{-(-num_groups * size // most)} or more, or raise outer.fragments"
+            f"experts, and the ready messages of {config.start_islands} islands can count {most} "
+            f"groups each; set outer.experts.group to {-(-num_groups * size // most)} or more, or "
+            "raise outer.fragments"
         )
 
 
@@ -164,8 +163,7 @@ def _check_layer(
     if sum(counts) != per_token * tokens:
         raise MessageError(
             f"{island!r} claims that {sum(counts)} choices of experts were made in layer {layer}, "
-            "but "
-            f"{per_token} x {tokens} tokens make {per_token * tokens}"
+            f"but {per_token} x {tokens} tokens make {per_token * tokens}"
         )
     for group, count in zip(groups, counts, strict=True):
         # A token chooses an expert once at most. Claimed counts are rounded, by less than 1.

@@ -134,10 +134,9 @@ def check_coverage(space: Space, holdings: Holdings) -> None:
         first = int(is_wrong.argmax())
         raise InputError(
             f"the island's ranks do not hold {space.names[first]!r} exactly once: it has "
-            f"{wanted[first]} elements, "
-            f"their slices {areas[first]} ({_describe_holders(holdings, first)}); the mesh must "
-            "split it into slices "
-            "that do not overlap, replicas as equal ones"
+            f"{wanted[first]} elements, their slices {areas[first]} "
+            f"({_describe_holders(holdings, first)}); the mesh must split it into slices that do "
+            "not overlap, replicas as equal ones"
         )
 
 

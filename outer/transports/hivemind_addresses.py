@@ -163,7 +163,6 @@ def to_dialable(maddr: str) -> Multiaddr:
 def unreachable_message(bootstrap: Sequence[str], waited: float, cause: str) -> str:
     return (
         f"island.bootstrap: none of these addresses answered within {waited:.0f} s: "
-        f"{', '.join(bootstrap)} "
-        f"({cause}); check that `diloco bootstrap` or another island runs there and that its port "
-        "is open"
+        f"{', '.join(bootstrap)} ({cause}); check that `diloco bootstrap` or another island runs "
+        "there and that its port is open"
     )

@@ -202,10 +202,9 @@ async def attach_daemon(local_address: str, rank: int, auth: PeerAuth) -> Daemon
     except OSError as error:
         raise InputError(
             f"the libp2p daemon of this node does not answer at {listens_at}: "
-            f"{error.strerror or error}; it has ended, "
-            "or ranks of different nodes or containers have the same host name and node number "
-            "(LOCAL_RANK): start "
-            "them with torchrun or `diloco launch`"
+            f"{error.strerror or error}; it has ended, or ranks of different nodes or containers "
+            "have the same host name and node number (LOCAL_RANK): start them with torchrun or "
+            "`diloco launch`"
         ) from None
 
 
@@ -321,15 +320,13 @@ def check_settings(settings: DaemonSettings) -> None:
         except PeerLost:
             raise InputError(
                 f"island.allow: {peer_id!r} is neither an island's key (64 hexadecimal digits, as "
-                "`diloco key` prints "
-                "it) nor a libp2p peer id; the id follows /p2p/ in an island's address, 12D3Koo... "
-                "or Qm..."
+                "`diloco key` prints it) nor a libp2p peer id; the id follows /p2p/ in an island's "
+                "address, 12D3Koo... or Qm..."
             ) from None
     if settings.relay == "client" and not settings.bootstrap:
         raise InputError(
             "island.relay: client needs relays to be reached through: put the addresses of islands "
-            "with "
-            "island.relay=server into island.bootstrap"
+            "with island.relay=server into island.bootstrap"
         )
 
 

@@ -134,9 +134,8 @@ def count_params(config: Config, where: str) -> int:
     if config.model.vocab_size is None and config.data.tokenizer != "bytes":
         raise ConfigError(
             f"{where}: model.vocab_size is not given, so the model's size follows from the "
-            "tokenizer "
-            f"{config.data.tokenizer!r}, which is not read for it; set model.vocab_size to the "
-            "size of its vocabulary"
+            f"tokenizer {config.data.tokenizer!r}, which is not read for it; set model.vocab_size "
+            "to the size of its vocabulary"
         )
     try:
         return num_elements(model_specs(config.run, vocab_size))

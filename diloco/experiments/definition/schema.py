@@ -209,8 +209,7 @@ def _without_base(path: Path, values: Mapping[str, Any]) -> str:
     if {"model", "outer", "optimizer", "island", "islands"} & values.keys():
         return (
             f"{path} is a config of one run; an experiment is a file of its own that names a "
-            "config, "
-            f"as in `base: {path.name}`, and what to vary; docs/experiments.md describes it"
+            f"config, as in `base: {path.name}`, and what to vary; docs/experiments.md describes it"
         )
     return (
         f"{path}: base is missing; it names the config that all rows share, as in `base: "

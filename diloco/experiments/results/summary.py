@@ -62,8 +62,7 @@ def explain_table(experiment: Experiment, rows: Rows) -> str:
     """Return a text that explains the columns."""
     text = (
         "Losses are held-out, in nats per token, at the end of the run; the spread is the standard "
-        "deviation over the "
-        "seeds. "
+        "deviation over the seeds. "
     )
     if (point := experiment.baseline_point) is not None:
         labels = {row.label for row in rows.baselines.values()}

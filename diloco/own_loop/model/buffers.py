@@ -69,8 +69,7 @@ def _gather_specs(ranks: RankGroup, mine: Sequence[ParamSpec]) -> list[ParamSpec
             if shapes.setdefault(name, shape) != shape:
                 raise ConfigError(
                     f"buffers: rank {rank} of this island holds {plain_name(name)!r} with the "
-                    f"shape {shape}, and "
-                    f"another rank with {shapes[name]}. {WHOLE_MODEL}"
+                    f"shape {shape}, and another rank with {shapes[name]}. {WHOLE_MODEL}"
                 )
     order = merge_orders([list(theirs) for theirs in by_rank])
     return [ParamSpec(name, shapes[name]) for name in order]

@@ -50,8 +50,7 @@ def check_copies(ranks: RankGroup, params: LocalParams, holdings: Holdings) -> N
                 held = holdings.rectangle(row)
                 raise ConfigError(
                     f"ranks {other} and {rank} of this island hold the same part of {held.name!r} "
-                    "(rows "
-                    f"{held.rows[0]} to {held.rows[1]}, columns {held.cols[0]} to {held.cols[1]}) "
-                    "with different "
-                    f"values: digests {expected.hex()[:12]} and {digest.hex()[:12]}. {WHOLE_MODEL}"
+                    f"(rows {held.rows[0]} to {held.rows[1]}, columns {held.cols[0]} to "
+                    f"{held.cols[1]}) with different values: digests {expected.hex()[:12]} and "
+                    f"{digest.hex()[:12]}. {WHOLE_MODEL}"
                 )

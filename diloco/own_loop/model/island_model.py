@@ -65,8 +65,7 @@ class IslandModel:
         if rules.averages_moments and rules.keeps_masters:
             raise ConfigError(
                 "outer.moments: with island.masters the optimizer's moments are not fp32; step "
-                "fp32 masters of your "
-                "own and give them as params=diloco.Masters(...)"
+                "fp32 masters of your own and give them as params=diloco.Masters(...)"
             )
         self.moments = with_moments(params, optimizers, ranks) if rules.averages_moments else None
         self.params = self.moments or params

@@ -55,8 +55,7 @@ def find_adam(
         if any(param not in held for param in copies):
             raise ConfigError(
                 "outer.moments: the optimizers do not hold all parameters that require gradients: "
-                f"{part.name!r} is in "
-                "none; pass all optimizers"
+                f"{part.name!r} is in none; pass all optimizers"
             )
         if all(param in stepped for param in copies):
             names.add(part.name)

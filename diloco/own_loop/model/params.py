@@ -154,16 +154,14 @@ def gather_shapes(
             if shape != expected:
                 raise ConfigError(
                     f"ranks {other} and {rank} of this island hold {name!r} with different shapes: "
-                    f"{expected} and "
-                    f"{shape}. {WHOLE_MODEL}"
+                    f"{expected} and {shape}. {WHOLE_MODEL}"
                 )
     for rank, (_, frozen) in enumerate(by_rank):
         if both := sorted(frozen & first.keys()):
             other = first[both[0]][0]
             raise ConfigError(
                 f"{both[0]!r} requires a gradient on rank {other} of this island and none on rank "
-                f"{rank}; freeze the "
-                "same parameters on every rank"
+                f"{rank}; freeze the same parameters on every rank"
             )
     if not first:
         raise ConfigError(

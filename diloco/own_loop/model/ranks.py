@@ -16,10 +16,8 @@ GROUP_SECONDS = 1800.0
 """Time limit of collectives among the ranks. Waits for other islands have their own deadlines."""
 WHOLE_MODEL = (
     "Ranks may hold different parameters (stages of a pipeline), shards (FSDP2, tensor or expert "
-    "parallel by DTensors) "
-    "or equal copies (DDP), under the names of the whole model: number the layers of a stage as in "
-    "the whole model, "
-    "shard by DTensors, and begin from equal copies"
+    "parallel by DTensors) or equal copies (DDP), under the names of the whole model: number the "
+    "layers of a stage as in the whole model, shard by DTensors, and begin from equal copies"
 )
 """Part of an error message about what the ranks of an island must hold."""
 
@@ -35,9 +33,8 @@ def find_ranks() -> RankGroup:
         if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
                 f"WORLD_SIZE is {size} and torch.distributed is not initialised: all {size} ranks "
-                "would become islands "
-                "of one name; call torch.distributed.init_process_group (or wrap the model) before "
-                "Islands"
+                "would become islands of one name; call torch.distributed.init_process_group (or "
+                "wrap the model) before Islands"
             )
         return RankGroup()
     if dist.get_world_size() == 1:

@@ -36,13 +36,11 @@ class ParamsWatch:
                 where = f" on rank {rank}" if ranks.num_ranks > 1 else ""
                 raise ConfigError(
                     f"round {number}: the model's parameters have changed since Islands was "
-                    f"made{where}: "
-                    f"{'; '.join(changes[:NAMED])}{more}. Islands averages the parameters that "
-                    "required gradients then, and this island would drift apart. "
-                    "Make Islands after the change, the same on every "
-                    "island: what is trained later requires gradients from the start and joins the "
-                    "optimizer later, "
-                    "and new values are copied into a parameter (copy_, load_state_dict without "
+                    f"made{where}: {'; '.join(changes[:NAMED])}{more}. Islands averages the "
+                    "parameters that required gradients then, and this island would drift apart. "
+                    "Make Islands after the change, the same on every island: what is trained "
+                    "later requires gradients from the start and joins the optimizer later, and "
+                    "new values are copied into a parameter (copy_, load_state_dict without "
                     "assign=True)"
                 )
 

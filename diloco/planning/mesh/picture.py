@@ -196,8 +196,7 @@ def _experts_lines(work: Workload) -> list[str]:
     flops = flops_per_token(sizes, work.seq_len).total
     return [
         f"       {layers} layers have {experts.number} experts of width {experts.dim}; a token "
-        "uses "
-        f"{experts.per_token} of them{shared}",
+        f"uses {experts.per_token} of them{shared}",
         f"       {flops / 1e9:.3g} GFLOP per token, forward and backward, of the weights that it "
         "uses",
     ]
@@ -273,8 +272,7 @@ def _gathered_note(stages_per_rank: int) -> str:
     if stages_per_rank <= MANAGED_STAGES:
         return (
             f"The weights of a rank's {stages_per_rank} stages stay gathered from first to last "
-            "use "
-            f"(torch keeps the next {MANAGED_STAGES})."
+            f"use (torch keeps the next {MANAGED_STAGES})."
         )
     return (
         f"Of a rank's {stages_per_rank} stages torch keeps the weights of the next "

@@ -51,7 +51,6 @@ def parse_bytes(option: str, text: str) -> int:
     if match is None or match[2].upper() not in UNITS:
         raise ConfigError(
             f"{option}: got {text!r}; allowed: a number with a unit, B kB MB GB TB (powers of "
-            "1000) or "
-            "KiB MiB GiB TiB (of 1024), for example 80GB"
+            "1000) or KiB MiB GiB TiB (of 1024), for example 80GB"
         )
     return int(float(match[1]) * UNITS[match[2].upper()])

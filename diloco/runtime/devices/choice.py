@@ -27,8 +27,7 @@ def choose_device(
     if not is_enough:
         raise ConfigError(
             f"island.device is 'cuda' with {num_local_ranks} ranks on this machine, and torch "
-            "finds "
-            f"{describe_gpus(num_gpus)}; each rank needs one: {_fewer_ranks(num_gpus)}set "
+            f"finds {describe_gpus(num_gpus)}; each rank needs one: {_fewer_ranks(num_gpus)}set "
             "island.device to auto or cpu"
         )
     return f"cuda:{local_rank}"
@@ -44,8 +43,7 @@ def explain_cpu(setting: DeviceSetting, num_local_ranks: int, num_gpus: int) -> 
         return f"island.device is 'auto' and torch finds {describe_gpus(0)}: computing on the CPU"
     return (
         f"island.device is 'auto' and torch finds {num_gpus} GPUs for {num_local_ranks} ranks: "
-        "computing on the CPU; "
-        f"to use the GPUs, {_fewer_ranks(num_gpus)}give each rank one"
+        f"computing on the CPU; to use the GPUs, {_fewer_ranks(num_gpus)}give each rank one"
     )
 
 
@@ -62,10 +60,8 @@ def fit_compute_dtype(island: IslandConfig, card: Card) -> IslandConfig:
     if island.compute_dtype == "bfloat16":
         raise ConfigError(
             f"island.compute_dtype of {island.label!r} is 'bfloat16', and its GPU ({card.name}, "
-            "compute capability "
-            f"{card.capability[0]}.{card.capability[1]}) has no bf16, which needs 8.0; set it to "
-            "float16, "
-            "float32 or auto"
+            f"compute capability {card.capability[0]}.{card.capability[1]}) has no bf16, which "
+            "needs 8.0; set it to float16, float32 or auto"
         )
     return island.model_copy(update={"compute_dtype": "float32"})
 

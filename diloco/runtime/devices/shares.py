@@ -86,10 +86,8 @@ def share_gpus(islands: Sequence[IslandConfig], gpus: Sequence[str]) -> GpuShare
             return shares
     raise ConfigError(
         f"island.device is 'cuda' for {count_ranks(islands, ('cuda',))} ranks of the islands "
-        "together, and torch finds "
-        f"{describe_gpus(len(gpus))} on this machine; start fewer islands (--islands) or ranks "
-        "(--ranks), or set "
-        "island.device to auto or cpu"
+        f"together, and torch finds {describe_gpus(len(gpus))} on this machine; start fewer "
+        "islands (--islands) or ranks (--ranks), or set island.device to auto or cpu"
     )
 
 
@@ -133,10 +131,9 @@ def check_shares(
         if island.auto and (sharers := shares.count_sharers(index)) > 1:
             raise ConfigError(
                 f"island.auto of {island.label!r} chooses by the memory and speed of a whole GPU, "
-                f"and {sharers} "
-                "islands share one on this machine; set island.micro_batch and "
-                "island.parallel.recompute yourself and "
-                "island.auto=[], or start fewer islands (--islands), or set island.device=cpu"
+                f"and {sharers} islands share one on this machine; set island.micro_batch and "
+                "island.parallel.recompute yourself and island.auto=[], or start fewer islands "
+                "(--islands), or set island.device=cpu"
             )
 
 

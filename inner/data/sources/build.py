@@ -26,8 +26,7 @@ def _build_huggingface(config: DataConfig) -> HuggingFaceSource:
     if config.max_tokens is None:
         raise InputError(
             f"data.source=huggingface streams {config.dataset!r} and needs data.max_tokens to know "
-            "where to stop, "
-            "got none; for example data.max_tokens=50000000"
+            "where to stop, got none; for example data.max_tokens=50000000"
         )
     return HuggingFaceSource(
         config.dataset, config.dataset_config, config.split, text_field_of(config)

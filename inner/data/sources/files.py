@@ -56,8 +56,7 @@ class FilesSource:
         if not found:
             raise InputError(
                 f"data.paths {list(self.paths)}: no text in any of the {len(self._files())} files "
-                "found; "
-                "need UTF-8 text, .jsonl, .parquet or .tar files that are not empty"
+                "found; need UTF-8 text, .jsonl, .parquet or .tar files that are not empty"
             )
 
     def documents_from(self, place: Place) -> Iterator[Document]:

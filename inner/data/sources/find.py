@@ -123,8 +123,7 @@ def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str,
     if not files:
         raise InputError(
             f"data.paths: {entry!r} matches no file (looked in {Path.cwd()}; hidden files do not "
-            "count); "
-            "name a folder or a pattern with text, .jsonl, .parquet or .tar files in it"
+            "count); name a folder or a pattern with text, .jsonl, .parquet or .tar files in it"
         )
     by_length, _ = distinct(sorted(files, key=lambda file: len(file[1].parts)))
     kept = set(by_length)

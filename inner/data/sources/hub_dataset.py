@@ -43,9 +43,8 @@ def check_dataset_name(name: str) -> None:
     if name in READERS_OF_FILES:
         raise InputError(
             f"data.dataset: {name!r} is not a dataset, but a file reader of the library "
-            "`datasets`; for "
-            "files use data.source=files and data.paths, and for a dataset of the hub the whole "
-            "name, OWNER/NAME"
+            "`datasets`; for files use data.source=files and data.paths, and for a dataset of the "
+            "hub the whole name, OWNER/NAME"
         )
 
 
@@ -115,8 +114,7 @@ def check_settings(name: str, file: str, text: str) -> None:
         if leads_outside(place):
             raise InputError(
                 f"dataset {name!r}: {file} names {place[:200]!r} as data, which is outside of its "
-                "repository: it would "
-                f"be read from this machine or its network; {CURE}"
+                f"repository: it would be read from this machine or its network; {CURE}"
             )
 
 

@@ -136,8 +136,7 @@ def build_own_source(config: DataConfig) -> OwnSource:
         if not callable(getattr(source, method, None)):
             raise InputError(
                 f"{KEY}: {config.source} returns {type(source).__name__} without the method "
-                f"{method}(); see "
-                "docs/extending.md"
+                f"{method}(); see docs/extending.md"
             )
     return OwnSource(config.source, source)
 
@@ -158,9 +157,8 @@ def check_own_source(source: OwnSource) -> None:
         if one != other:
             raise InputError(
                 f"{KEY}: document {number} of {source.path} is {one.key!r}, and when read again "
-                f"{other.key!r}; "
-                "the order and the texts must be fixed: sort lists of files, and seed random "
-                "numbers"
+                f"{other.key!r}; the order and the texts must be fixed: sort lists of files, and "
+                "seed random numbers"
             )
     keys = [document.key for document in first]
     if len(set(keys)) < len(keys):

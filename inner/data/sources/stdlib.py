@@ -33,8 +33,7 @@ class StdlibSource:
         if not found:
             raise InputError(
                 f"data.source=python-stdlib: no readable .py file below {self.folder} (this Python "
-                "comes "
-                "without its sources); use data.source=files with data.paths"
+                "comes without its sources); use data.source=files with data.paths"
             )
 
     def documents_from(self, place: Place) -> Iterator[Document]:

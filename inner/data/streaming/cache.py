@@ -133,10 +133,8 @@ class ShardCache:
         if self._limit is not None and total + size > self._limit:
             raise InputError(
                 f"{self.folder}: its shards may take {self._limit / 1e9:g} GB "
-                "(island.shards.cache_gb), and "
-                f"processes are reading {total / 1e9:.3g} GB of them now; raise it, or give each "
-                "island of this "
-                "machine an island.cache_dir of its own"
+                f"(island.shards.cache_gb), and processes are reading {total / 1e9:.3g} GB of them "
+                "now; raise it, or give each island of this machine an island.cache_dir of its own"
             )
 
     def _shards(self) -> "list[_Stored]":
@@ -167,9 +165,8 @@ def _explain(path: Path, error: OSError) -> InputError:
     cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see to the disk"
     return InputError(
         f"{path}: cannot write ({error.strerror}); {cure}, set island.shards.cache_gb to less than "
-        "the disk has, or "
-        "island.cache_dir to another disk, and start the island again: it continues from its "
-        "checkpoint"
+        "the disk has, or island.cache_dir to another disk, and start the island again: it "
+        "continues from its checkpoint"
     )
 
 

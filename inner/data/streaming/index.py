@@ -160,8 +160,7 @@ def parse_index(data: bytes, where: str) -> ShardIndex:
         place = ".".join(map(str, first["loc"]))
         raise InputError(
             f"{where}: is not the index of a prepared text ({place}: {first['msg']}); write it "
-            "again with "
-            "`diloco prepare`"
+            "again with `diloco prepare`"
         ) from None
     except RecursionError as error:
         raise InputError(
@@ -177,8 +176,7 @@ def check_ids(ids: np.ndarray, index: ShardIndex, where: Path) -> None:
     if len(ids) and not (CONTEXT - size < int(ids.min()) and int(ids.max()) < size):
         raise InputError(
             f"{where}: holds the ids {ids.min()} to {ids.max()}, but the tokenizer has 0 to "
-            f"{size - 1}; prepare "
-            "the text again, in another place"
+            f"{size - 1}; prepare the text again, in another place"
         )
 
 

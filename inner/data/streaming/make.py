@@ -224,10 +224,9 @@ class _Cutter:
         if not self._heldout_bytes or not self._num_ids:
             raise InputError(
                 f"data.source={self._config.source}: {self._num_ids} tokens to train on and "
-                f"{self._num_heldout} held "
-                f"out with data.heldout_fraction={self._config.heldout_fraction}; both are needed: "
-                "give more "
-                f"text, or {'raise' if self._num_ids else 'lower'} data.heldout_fraction"
+                f"{self._num_heldout} held out with "
+                f"data.heldout_fraction={self._config.heldout_fraction}; both are needed: give "
+                f"more text, or {'raise' if self._num_ids else 'lower'} data.heldout_fraction"
             )
         ids = np.concatenate(self._heldout_ids)
         sha256 = sha256_of(ids.data)

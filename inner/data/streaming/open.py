@@ -128,8 +128,7 @@ def build_supply(
         if len(source.paths) != 1:
             raise InputError(
                 f"data.paths: got {source.paths}; data.source=shards reads one folder or URL that "
-                "`diloco prepare "
-                "--into` has written; for several, use a data.mixture"
+                "`diloco prepare --into` has written; for several, use a data.mixture"
             )
         return StoreSupply(Store(source.paths[0], options.patience), cache, options.patience)
     return TokeniserSupply(source, shards_identity(source), cache, options.command)
@@ -146,9 +145,8 @@ def _check(source: DataConfig, index: ShardIndex, tokenizer: Tokenizer) -> None:
     if (index.vocab_size, index.eos_id) != (tokenizer.vocab_size, tokenizer.eos_id):
         raise InputError(
             f"{where}: was written with a tokenizer of {index.vocab_size} ids whose eos is "
-            f"{index.eos_id}, and "
-            f"data.tokenizer={source.tokenizer} has {tokenizer.vocab_size} and {tokenizer.eos_id}; "
-            "name the same one"
+            f"{index.eos_id}, and data.tokenizer={source.tokenizer} has {tokenizer.vocab_size} and "
+            f"{tokenizer.eos_id}; name the same one"
         )
     if source.order == "shards" and index.shard_tokens != source.shard_tokens:
         raise InputError(
@@ -159,8 +157,7 @@ def _check(source: DataConfig, index: ShardIndex, tokenizer: Tokenizer) -> None:
     if source.order == "global" and not index.is_complete:
         raise InputError(
             f"{where}: is still being written, but data.order=global needs the whole text; set "
-            "data.order=shards, or "
-            "wait until `diloco prepare --into` has ended"
+            "data.order=shards, or wait until `diloco prepare --into` has ended"
         )
 
 

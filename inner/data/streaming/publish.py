@@ -73,9 +73,8 @@ def repair(
         ):
             raise InputError(
                 f"{store.url}/{shard_name(number)}: is damaged, and data.source={config.source} "
-                "gives another text; "
-                "give it the text that was prepared, or prepare the whole text again in another "
-                "place"
+                "gives another text; give it the text that was prepared, or prepare the whole text "
+                "again in another place"
             )
         _write_shard(store, shard)
         mended += names

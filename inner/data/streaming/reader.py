@@ -172,10 +172,8 @@ class ShardReader:
                 return shard
         raise InputError(
             f"{self._supply.folder}: shard {number} was written {NUM_TRIES} times, and each time "
-            "deleted or damaged "
-            "before it could be read; check the disk, raise island.shards.cache_gb, or give each "
-            "island an "
-            "island.cache_dir of its own"
+            "deleted or damaged before it could be read; check the disk, raise "
+            "island.shards.cache_gb, or give each island an island.cache_dir of its own"
         )
 
     def _take(self, number: int, shard: OpenShard | None, failure: Exception | None) -> None:

@@ -118,9 +118,8 @@ class Store:
                     raise InputError(
                         f"{self.url}/{name}: the store has not answered for {silent:.0f} s "
                         f"(island.shards.store_seconds: {self._patience:g}): {summarise(error)}; "
-                        "check that it "
-                        "exists and may be used, and start the island again: it continues from its "
-                        "checkpoint"
+                        "check that it exists and may be used, and start the island again: it "
+                        "continues from its checkpoint"
                     ) from error
                 if silent - said_at >= SAY_EVERY_SECONDS:
                     said_at = silent

@@ -132,9 +132,8 @@ class StoreSupply:
                 return False  # An older copy, which a store of several machines may return.
             raise InputError(
                 f"{self._store.url}: its index does not continue the index that it had before; "
-                "somebody has written "
-                "another text there: give each text a place of its own, and restart the run, from "
-                "a checkpoint or not"
+                "somebody has written another text there: give each text a place of its own, and "
+                "restart the run, from a checkpoint or not"
             )
         if not found.shards and not found.is_complete:
             return False
@@ -179,8 +178,6 @@ class StoreSupply:
     def _damage(self, name: str) -> InputError:
         return InputError(
             f"{self._store.url}/{name}: it is missing or damaged: after {NUM_TRIES} tries its "
-            "SHA-256 still differs "
-            "from the index; delete it and write it again with `diloco prepare CONFIG --into "
-            f"{self._store.url} "
-            "--repair`"
+            "SHA-256 still differs from the index; delete it and write it again with `diloco "
+            f"prepare CONFIG --into {self._store.url} --repair`"
         )

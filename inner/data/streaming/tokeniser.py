@@ -151,10 +151,8 @@ class TokeniserSupply:
         if number < len(self._index.shards) and record.sha256 != self._index.shards[number].sha256:
             raise InputError(
                 f"data: shard {number} of the text differs from the shard that was made first: the "
-                "text or the "
-                "tokenizer has changed; give the run the text that it began with, or delete "
-                f"{self._folder} and "
-                "begin a new run"
+                "text or the tokenizer has changed; give the run the text that it began with, or "
+                f"delete {self._folder} and begin a new run"
             )
         with self._cache.place(path, record.tokens * self._index.item_bytes) as place:
             self._worker.write(place.path, self._folder / HELDOUT)
@@ -237,8 +235,7 @@ class _Worker:
                 if not selector.select(SILENT_SECONDS):
                     raise InputError(
                         f"the tokeniser process has shown no sign of life for {SILENT_SECONDS:g} "
-                        "s; check "
-                        "the source of its text"
+                        "s; check the source of its text"
                     )
                 piece = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not piece:
@@ -255,6 +252,5 @@ class _Worker:
         code = self._process.wait()
         return InputError(
             f"the tokeniser process has died (exit code {code}), perhaps for lack of memory; its "
-            "output is in "
-            "the log above; start the island again: finished shards stay"
+            "output is in the log above; start the island again: finished shards stay"
         )

@@ -54,9 +54,8 @@ def find_width(path: Path, vocab_size: int) -> int:
         width = 2
     if width != expected:
         log.warning(
-            "%s: its content shows that its ids have %d bytes, and not %d as the tokenizer with %d "
-            "ids suggests; a "
-            "file of numpy.save records its type",
+            "%s: its content shows that its ids have %d bytes, and not %d as the tokenizer with "
+            "%d ids suggests; a file of numpy.save records its type",
             path, width, expected, vocab_size,
         )  # fmt: skip
     return width

@@ -96,9 +96,8 @@ def check_micro_batches(parallel: ParallelConfig, pp: int, num_micro_batches: in
         return
     raise InputError(
         f"island.parallel.schedule: {parallel.schedule} with pp {pp} needs "
-        f"{_need(parallel.schedule, pp)} "
-        f"per step on each rank, got {num_micro_batches} (tokens_per_step / seq_len / micro_batch "
-        "/ data ranks); "
+        f"{_need(parallel.schedule, pp)} per step on each rank, got {num_micro_batches} "
+        "(tokens_per_step / seq_len / micro_batch / data ranks); "
         f"{_micro_batch_cure(parallel.schedule, pp, num_micro_batches)}"
     )
 
@@ -117,8 +116,7 @@ def _stages_per_rank(parallel: ParallelConfig) -> int:
     if parallel.schedule in V_SHAPED and got not in (None, 2):
         raise InputError(
             f"island.parallel.stages_per_rank: {parallel.schedule} needs 2, one on each leg of its "
-            f"V, got {got}; "
-            "set it to 2, or island.parallel.schedule to interleaved_zero_bubble"
+            f"V, got {got}; set it to 2, or island.parallel.schedule to interleaved_zero_bubble"
         )
     return got or (1 if parallel.schedule in ONE_STAGE_PER_RANK else 2)
 

@@ -107,13 +107,10 @@ class FewIslands:
         digests = ", ".join(f"{name} with digest {self._strangers[name][:12]}" for name in islands)
         return (
             f"{digests} and this island with {self._knowledge.status.digest[:12]} begin with other "
-            "parameters, and "
-            "cannot average them. Start the islands again: with the same seed, set before the "
-            "model and its adapters "
-            "are made; or with the same weights (model.init_from, or one checkpoint that all of "
-            "them load); or one "
-            "of them alone (outer.start_islands=1) and the others with island.joins=true, which "
-            "take its weights"
+            "parameters, and cannot average them. Start the islands again: with the same seed, set "
+            "before the model and its adapters are made; or with the same weights "
+            "(model.init_from, or one checkpoint that all of them load); or one of them alone "
+            "(outer.start_islands=1) and the others with island.joins=true, which take its weights"
         )
 
     def on_plan(self, plan: Plan) -> None:

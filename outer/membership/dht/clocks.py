@@ -57,10 +57,9 @@ def explain(ahead: float) -> str:
     """Return what follows from clocks that differ, and the cure."""
     return (
         f"the clock of this machine is {describe(ahead)} that of the DHT's peer. Records in "
-        "hivemind's DHT expire by "
-        f"the clock, so islands whose clocks are more than {MAX_APART_SECONDS:g} s apart do not "
-        "see each other: "
-        "synchronise the clocks by NTP, for example with `timedatectl set-ntp true`"
+        "hivemind's DHT expire by the clock, so islands whose clocks are more than "
+        f"{MAX_APART_SECONDS:g} s apart do not see each other: synchronise the clocks by NTP, for "
+        "example with `timedatectl set-ntp true`"
     )
 
 

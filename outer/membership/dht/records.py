@@ -66,9 +66,8 @@ async def store_record(
     if (size := len(sealed) + SIGNATURE_BYTES) > MAX_VALUE_BYTES:
         raise InputError(
             f"island.ranks: the record of {island!r} with the addresses of all its ranks is {size} "
-            "bytes long, at most "
-            f"{MAX_VALUE_BYTES} are allowed in hivemind's DHT; use fewer ranks, or "
-            "outer.transport=gloo"
+            f"bytes long, at most {MAX_VALUE_BYTES} are allowed in hivemind's DHT; use fewer "
+            "ranks, or outer.transport=gloo"
         )
     await dht.store(
         _members_key(run_id), sealed, expires_at, subkey=make_subkey(island, auth.island)
@@ -156,10 +155,9 @@ def _differing_configs_error(run_id: str, texts: Mapping[str, str]) -> Differing
     shown = [f"{keys[0]}... and {len(keys) - 1} more keys" for keys in keys_of.values()]
     return DifferingConfigsError(
         f"the swarm shows {len(keys_of)} different configs of run {run_id!r}, of the keys "
-        f"{'; '.join(shown[:4])}: "
-        "whoever reaches a swarm may publish one if the run has no key. Ask an operator of the run "
-        "for its config and "
-        "start with `diloco train`, or give all islands island.run_key_file"
+        f"{'; '.join(shown[:4])}: whoever reaches a swarm may publish one if the run has no key. "
+        "Ask an operator of the run for its config and start with `diloco train`, or give all "
+        "islands island.run_key_file"
     )
 
 

@@ -82,10 +82,9 @@ async def check_is_private(key: str, host: str) -> None:
     if public:
         raise InputError(
             f"{key}: got {host!r}, an address of the open internet ({public[0]}), and "
-            "outer.transport is gloo. gloo "
-            "encrypts nothing, and whoever reaches its ports can end the island: use hivemind or a "
-            "VPN. If only the "
-            "islands of the run reach this address, set island.gloo_in_public=true"
+            "outer.transport is gloo. gloo encrypts nothing, and whoever reaches its ports can end "
+            "the island: use hivemind or a VPN. If only the islands of the run reach this address, "
+            "set island.gloo_in_public=true"
         )
 
 
@@ -102,8 +101,7 @@ async def _addresses_of(host: str) -> list[str]:
 def _warn_of_open_door(cause: str) -> None:
     log.warning(
         "gloo's port stays open to anyone who reaches it, because %s; keep it inside a private "
-        "network, or set "
-        "outer.transport=tls",
+        "network, or set outer.transport=tls",
         cause,
     )
 

@@ -43,10 +43,8 @@ def choose_announced_host(
     if listen_host in WILDCARDS:
         raise InputError(
             f"island.announce_host: got none, and island.listen_host is {listen_host!r}; with "
-            "outer.transport tls set "
-            "island.announce_host to the address of this machine, or of its router, that the other "
-            "islands reach; or, "
-            "if they reach none, island.relays"
+            "outer.transport tls set island.announce_host to the address of this machine, or of "
+            "its router, that the other islands reach; or, if they reach none, island.relays"
         )
     return listen_host
 

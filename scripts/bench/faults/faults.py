@@ -145,12 +145,10 @@ def show_storm(transport: str, args: argparse.Namespace) -> Figures:
     kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
     print(
         f"storm   {transport:<9}{sum(summary['faults'].values())} faults ({kinds}) in "
-        f"{outcome.seconds:.0f} s: "
-        f"{summary['rounds_committed']} rounds committed, {summary['rounds_aborted']} attempts "
-        "aborted, "
-        f"{len(summary['rounds_disagreeing'])} rounds with more than one result, "
-        f"{summary['committed_share']:.1%} of {summary['steps_trained']} inner steps in committed "
-        "rounds"
+        f"{outcome.seconds:.0f} s: {summary['rounds_committed']} rounds committed, "
+        f"{summary['rounds_aborted']} attempts aborted, {len(summary['rounds_disagreeing'])} "
+        f"rounds with more than one result, {summary['committed_share']:.1%} of "
+        f"{summary['steps_trained']} inner steps in committed rounds"
     )
     return summary
 

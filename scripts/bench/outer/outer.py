@@ -207,8 +207,7 @@ def main() -> None:
         sys.exit("stopped; every process and namespace has been removed")
     print(
         f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the islands "
-        "share; "
-        f"load before {load:.1f}; torch "
+        f"share; load before {load:.1f}; torch "
         f"{', '.join(sorted({row.torch for row in rows if row.torch}))}"
     )
     if any(row.islands > (os.cpu_count() or 1) for row in rows):
